@@ -1,0 +1,87 @@
+"""Which conversions a choice of strategies implies: the one place that search, cost models and codegen all ask.
+
+A value produced in placement p and needed in placement q != p is converted once per (value, q); every consumer shares
+it. With ``regather=True`` a parameter that is gathered for the forward pass is dropped and gathered again for the
+backward pass (FSDP's behaviour: less memory, more traffic); with False the gathered copy is kept.
+
+Results are consumers too: the loss is needed replicated, a gradient in its parameter's placement, a buffer's update in
+its buffer's placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hap.graph import Graph, Phase, Value
+from hap.placement import REPLICATE, Partial, Placement, Replicate, Shard
+from hap.plan import Collective, Strategy
+
+
+@dataclass(frozen=True)
+class Need:
+    """``value`` must be turned from ``source`` into ``target`` before the first consumer of ``phase`` reads it.
+
+    ``before`` is that consumer's node name, or "" when a result (loss, gradient, update) needs it.
+    """
+
+    value: Value
+    source: Placement
+    target: Placement
+    phase: Phase
+    before: str
+
+    @property
+    def collective(self) -> Collective:
+        return collective_kind(self.source, self.target)
+
+
+def collective_kind(source: Placement, target: Placement) -> Collective:
+    """The collective that turns ``source`` into ``target``. Turning anything into ``Partial`` is never needed."""
+    match source, target:
+        case Shard(), Replicate():
+            return "all_gather"
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Shard(), Shard():
+            return "all_to_all"
+        case Replicate(), Shard():
+            return "slice"
+    raise AssertionError(f"no conversion from {source} to {target}")
+
+
+def required_results(graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[tuple[Value, Placement], ...]:
+    """Every result value with the placement it must end in."""
+    homes = {n.target: strategies[n.name].outputs[0] for n in graph.nodes if n.op in ("parameter", "buffer")}
+    needed: list[tuple[Value, Placement]] = [(graph.loss, REPLICATE)]
+    for target, value in (*graph.gradients.items(), *graph.updates.items()):
+        home = homes[target]
+        assert home is not None
+        needed.append((value, home))
+    return tuple(needed)
+
+
+def find_needs(graph: Graph, strategies: Mapping[str, Strategy], *, regather: bool = False) -> tuple[Need, ...]:
+    """All conversions in program order of their first consumer; results last. Deterministic."""
+    seen: set[tuple[Value, Placement, Phase]] = set()
+    needs: list[Need] = []
+
+    def need(value: Value, target: Placement, phase: Phase, before: str) -> None:
+        source = strategies[value.node].outputs[value.index]
+        assert source is not None, f"{value} has no placement"
+        if source == target:
+            return
+        again = regather and phase == "backward" and graph.by_name[value.node].op == "parameter"
+        if (value, target, phase) in seen or (not again and (value, target, "forward") in seen):
+            return
+        seen.add((value, target, phase))
+        needs.append(Need(value, source, target, phase, before))
+
+    for node in graph.nodes:
+        for value, target in zip(node.inputs, strategies[node.name].inputs, strict=True):
+            need(value, target, node.phase, node.name)
+    for value, target in required_results(graph, strategies):
+        need(value, target, graph.by_name[value.node].phase, "")
+    return tuple(needs)

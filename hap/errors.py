@@ -1,4 +1,4 @@
-"""Every error HAP raises on purpose. All are ``ValueError``: the caller gave something we refuse, and the text says what."""
+"""Every error HAP raises on purpose. All are ``ValueError``: we refuse what the caller gave, and the text says what."""
 
 
 class HapError(ValueError):

@@ -2,11 +2,12 @@
 
 A sharded dim of global size ``outer * n * unit`` is read as the index ``(o, i, u)`` with ``o < outer``, ``i < n``,
 ``u < unit``; a rank holds a *range of i* and everything of ``o`` and ``u``. This carries views and fused projections
-exactly: a fused QKV weight column of 144 = 3 x 6 heads x 8 sharded over its heads is ``Shard(1, outer=3, n=6, unit=8)``,
-and a batch of 8 folded into rows of 80 is ``Shard(0, outer=1, n=8, unit=10)``.
+exactly: a fused QKV weight column of 144 = 3 x 6 heads x 8 sharded over its heads is
+``Shard(1, outer=3, n=6, unit=8)``, and a batch of 8 folded into rows of 80 is ``Shard(0, outer=1, n=8, unit=10)``.
 
 All sharded dims that operators tie together belong to one dimension *group*, and a group has one vector of sizes, one
-whole number per rank, summing to its ``n``; zero is legal. The local extent of a shard is ``outer * sizes[rank] * unit``.
+whole number per rank, summing to its ``n``; zero is legal. The local extent of a shard is
+``outer * sizes[rank] * unit``.
 """
 
 from __future__ import annotations

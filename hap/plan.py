@@ -39,7 +39,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
-        left, arrow, right = f" {text}".partition(" -> ")
+        left, arrow, right = f" {text} ".partition(" -> ")
         if not arrow:
             raise ValueError(f"not a strategy: {text!r}")
         inputs = tuple(parse_placement(p.strip()) for p in left.split(",") if p.strip())
@@ -142,7 +142,7 @@ class Plan(_Frozen):
 
     @classmethod
     def from_json(cls, text: str, origin: str = "plan") -> Plan:
-        """Parse and check. Raises PlanError: not JSON, wrong schema version, unknown or missing field, changed content."""
+        """Parse and check. PlanError: not JSON, wrong schema version, unknown or missing field, changed content."""
         try:
             body = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as e:
@@ -150,7 +150,8 @@ class Plan(_Frozen):
         if not isinstance(body, dict) or "schema_version" not in body:
             raise PlanError(f"{origin}: not a plan file (no schema_version)")
         if body["schema_version"] != SCHEMA_VERSION:
-            raise PlanError(f"{origin}: schema version {body['schema_version']!r}, this HAP reads {SCHEMA_VERSION}; plan again")
+            found = body["schema_version"]
+            raise PlanError(f"{origin}: schema version {found!r}, this HAP reads {SCHEMA_VERSION}; plan again")
         checksum = body.pop("checksum", None)
         try:
             plan = cls.model_validate(body)

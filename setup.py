@@ -15,4 +15,4 @@ def packages() -> dict[str, str]:
 
 
 MAPPING = packages()
-setup(packages=sorted(MAPPING), package_dir=MAPPING, package_data={"hap": ["py.typed", "*.csv", "*.json"]})
+setup(packages=sorted(MAPPING), package_dir=MAPPING, package_data={"": ["py.typed", "*.csv", "*.json", "*.yaml"]})

@@ -1,0 +1,60 @@
+# Everything a newcomer needs. `make demo` and `make test` do their own set-up; nothing but Python 3.11+ is assumed.
+VENV    ?= .venv
+PYTHON  ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+             $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null \
+             && { echo $$p; break; }; done)
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+TYPED   := .cache/typed
+SOURCES := hap cost_models search codegen tests benchmarks examples setup.py
+
+.PHONY: help venv test lint format demo wheel clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    plan GPT-2 for four unequal devices and train it here (no GPU needed)"
+	@echo "make test    lint, type-check, run every test"
+	@echo "make lint    ruff and mypy only"
+	@echo "make format  let ruff rewrite imports and layout"
+	@echo "make wheel   build dist/hap-*.whl"
+	@echo "make venv    only the set-up: $(VENV), pinned dependencies, hap itself (editable)"
+	@echo "make clean   remove what was built (not $(VENV))"
+
+venv: $(STAMP)
+
+# torch comes first and alone: the largest download fails early and by itself. Its build (CPU or CUDA) is pip's choice.
+$(STAMP): constraints.txt pyproject.toml setup.py
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 to 3.14 with the venv module found; set PYTHON=..." >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0 -c constraints.txt
+	$(BIN)/python -m pip install --quiet setuptools wheel -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]' -c constraints.txt
+	@touch $@
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+
+# mypy sees the rooms as the one package that they install as: a tree of links, checked from inside so that nothing else
+# named `hap` is found first.
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	@rm -rf $(TYPED) && mkdir -p $(TYPED)/hap
+	@for f in hap/*; do ln -s "$(CURDIR)/$$f" $(TYPED)/hap/; done
+	@for room in cost_models search codegen; do ln -s "$(CURDIR)/$$room" $(TYPED)/hap/$$room; done
+	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir ../mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py $(ARGS)
+
+wheel: $(STAMP)
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+
+clean:
+	rm -rf build dist out .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find hap cost_models search codegen tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""``python -m hap`` is the ``hap`` command."""
+
+from hap.cli import main
+
+main()

@@ -1,0 +1,30 @@
+"""From an operator's name in a ``Graph`` to what runs it. The one table that interpreters, codegen and runtime ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hap.attention import attention, attention_backward
+from hap.errors import ProgramError
+
+# A view runs as a reshape: a graph's values have shapes and no strides, and what resharding leaves is contiguous, so
+# strides at run time are not those of the capture.
+_OWN: dict[str, Callable[..., Any]] = {
+    "hap.attention.default": attention,
+    "hap.attention_backward.default": attention_backward,
+    "aten.view.default": torch.ops.aten.reshape.default,
+}
+
+
+def resolve(op: str) -> Callable[..., Any]:
+    """The callable for ``namespace.name.overload``. ProgramError if this torch has no such operator."""
+    if op in _OWN:
+        return _OWN[op]
+    try:
+        namespace, name, overload = op.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    except (AttributeError, ValueError):
+        raise ProgramError(f"operator {op} does not exist in torch {torch.__version__}") from None

@@ -1,0 +1,127 @@
+"""From what a user names on the command line to a model with its example inputs.
+
+Two ways: ``FILE.py:FUNCTION`` or ``package.module:FUNCTION``, a function without arguments that returns
+``(model, example_inputs)`` or a dict with the keys of ``BuiltModel``; or the name or config file of a Hugging Face
+causal language model, which is built without weights on the meta device (planning needs shapes only).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hap.errors import HapError
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What ``hap.plan`` needs of the user: a module, its example inputs, and the loss if the module has none."""
+
+    model: torch.nn.Module
+    example_inputs: Any
+    example_targets: Any = None
+    loss_fn: Callable[..., torch.Tensor] | None = None
+
+
+def build_from(reference: str) -> BuiltModel:
+    """Call the user's build function. HapError if it cannot be found or returns something else; its own errors pass."""
+    where, colon, name = reference.rpartition(":")
+    if not colon or not where or not name:
+        raise HapError(f"{reference!r}: expected FILE.py:FUNCTION or package.module:FUNCTION")
+    function = getattr(_import(where), name, None)
+    if not callable(function):
+        raise HapError(f"{where} has no function {name!r}")
+    return _as_built(function(), reference)
+
+
+def _import(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        sys.path.insert(0, os.getcwd())
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as e:
+            if e.name is None or not f"{where}.".startswith(f"{e.name}."):
+                raise  # the user's module was found and misses one of its own imports
+            raise HapError(f"no module named {where!r} (a file needs its .py)") from None
+        finally:
+            sys.path.remove(os.getcwd())
+    path = Path(where)
+    if not path.is_file():
+        raise HapError(f"{where}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _as_built(result: Any, reference: str) -> BuiltModel:
+    if isinstance(result, BuiltModel):
+        return result
+    if isinstance(result, tuple) and len(result) == 2:
+        result = dict(zip(("model", "example_inputs"), result, strict=True))
+    known = [f.name for f in fields(BuiltModel)]
+    if not isinstance(result, Mapping) or not {"model", "example_inputs"} <= set(result):
+        raise HapError(f"{reference} must return (model, example_inputs) or a dict with the keys {', '.join(known)}")
+    if unknown := sorted(set(result) - set(known)):
+        raise HapError(f"{reference} returned unknown keys {', '.join(unknown)}; known: {', '.join(known)}")
+    if not isinstance(result["model"], torch.nn.Module):
+        raise HapError(f"{reference}: the model is a {type(result['model']).__name__}, not a torch.nn.Module")
+    return BuiltModel(**result)
+
+
+def build_hugging_face(source: str, batch: int, sequence: int | None = None) -> BuiltModel:
+    """A causal language model with its own loss; ``source`` is a config file, a model type (``gpt2``) or a hub name.
+
+    ``batch`` x ``sequence`` token ids are the example inputs; the sequence defaults to 512 or the model's own limit.
+    Dropout is off: HAP's promise is the loss of one device, and torch's dropout masks differ by device.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise HapError("--hf needs the transformers package: pip install transformers") from None
+    config = _hugging_face_config(source)
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout_prob", "dropout"):
+        if isinstance(getattr(config, name, None), float):
+            setattr(config, name, 0.0)
+    limit = getattr(config, "max_position_embeddings", None) or 512
+    if sequence is not None and sequence > limit:
+        raise HapError(f"--seq {sequence} is longer than the model's {limit} positions")
+    config.use_cache = False
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except ValueError as e:
+        raise HapError(f"{source} is not a causal language model ({str(e).splitlines()[0]})") from None
+    ids = torch.zeros(batch, sequence or min(512, limit), dtype=torch.int64)
+    return BuiltModel(model, {"input_ids": ids, "labels": ids})
+
+
+def _hugging_face_config(source: str) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if source.endswith(".json"):
+        try:
+            values = json.loads(Path(source).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as e:
+            raise HapError(f"{source}: not a readable config file ({e})") from None
+        if not isinstance(values, dict) or values.get("model_type") not in CONFIG_MAPPING:
+            raise HapError(f"{source}: no model_type that transformers knows")
+        return AutoConfig.for_model(**values)
+    if source in CONFIG_MAPPING:
+        return AutoConfig.for_model(source)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError):
+        raise HapError(f"{source!r} is no config file, no model type and no model that can be reached") from None

@@ -27,3 +27,7 @@ class PlanError(HapError):
 
 class ProgramError(HapError):
     """A compiled program used against its contract: wrong local shapes, uninitialised parameters, wrong world size."""
+
+
+class RuleError(HapError):
+    """A sharding rule given by the user that is malformed or that running the operator refutes."""

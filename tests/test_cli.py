@@ -1,0 +1,163 @@
+"""The ``hap`` command: its surface, its refusals, and how it finds a user's model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hap import cli
+from hap.build import build_from, build_hugging_face
+from hap.errors import HapError
+
+SURFACE = {
+    "version": [],
+    "plan": ["-c", "--cluster", "--hf", "--batch", "--seq", "--optimizer", "-o", "--out", "--json"],
+    "explain": ["--json"],
+    "program": ["--hf", "--batch", "--seq", "-o", "--out"],
+    "run": ["-c", "--cluster", "--host", "--master"],
+}
+
+TINY = """
+import torch
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    return {"model": model, "example_inputs": (torch.zeros(8, 6),), "loss_fn": lambda out: out.square().mean()}
+
+def pair():
+    return torch.nn.Linear(2, 1), (torch.zeros(3, 2),)
+
+def nothing():
+    return None
+
+def typo():
+    return {"model": torch.nn.Linear(2, 1), "example_inputs": (), "loss": None}
+
+def no_module():
+    return "gpt2", ()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny_model.py"
+    path.write_text(TINY)
+    return path
+
+
+def invoke(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of one command in this process."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(list(arguments))
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def test_the_surface_is_what_it_was() -> None:
+    import typer.main
+
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    found = {
+        name: sorted(o for p in command.params if p.param_type_name == "option" for o in p.opts)
+        for name, command in commands.items()
+    }
+    assert found == {name: sorted(options) for name, options in SURFACE.items()}
+
+
+@pytest.mark.parametrize("command", SURFACE)
+def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = invoke(capsys, command, "--help")
+    assert code == 0
+    assert f"Example:  hap {command}" in out
+
+
+def test_version_and_module_entry() -> None:
+    from hap import __version__
+
+    done = subprocess.run([sys.executable, "-m", "hap", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{__version__}\n"
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys, hap.cli\ntry:\n    hap.cli.main(['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_refusal_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = invoke(capsys, "explain", "no-such.plan.json")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: no-such.plan.json: cannot read plan") and err.count("\n") == 1
+
+
+def test_unexpected_exceptions_keep_their_traceback(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("def build():\n    return 1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["plan", f"{broken}:build", "--cluster", "cluster.yaml"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["x.py:build", "--hf", "gpt2"]])
+def test_exactly_one_model(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = invoke(capsys, "plan", "--cluster", "c.yaml", *arguments)
+    assert (code, err) == (2, "error: name one model: either FILE.py:FUNCTION or --hf NAME\n")
+
+
+class TestBuild:
+    def test_a_pair_or_a_dict(self, script: Path) -> None:
+        assert isinstance(build_from(f"{script}:pair").model, torch.nn.Linear)
+        built = build_from(f"{script}:build")
+        assert built.loss_fn is not None and built.example_targets is None
+
+    def test_a_module_on_the_path(self, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(script.parent)
+        assert isinstance(build_from("tiny_model:pair").model, torch.nn.Linear)
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("absent", "has no function 'absent'"),
+            ("nothing", "must return (model, example_inputs) or a dict"),
+            ("typo", "unknown keys loss; known: model, example_inputs, example_targets, loss_fn"),
+            ("no_module", "the model is a str, not a torch.nn.Module"),
+        ],
+    )
+    def test_refusals(self, script: Path, name: str, message: str) -> None:
+        with pytest.raises(HapError) as refusal:
+            build_from(f"{script}:{name}")
+        assert message in str(refusal.value)
+
+    @pytest.mark.parametrize("reference", ["x.py", ":build", "no_such.py:build", "no_such_module:build"])
+    def test_no_such_place(self, reference: str) -> None:
+        with pytest.raises(HapError):
+            build_from(reference)
+
+
+class TestHuggingFace:
+    def test_a_type_is_built_without_weights_and_without_dropout(self) -> None:
+        built = build_hugging_face("gpt2", batch=4, sequence=16)
+        assert all(p.is_meta for p in built.model.parameters())
+        assert sum(p.numel() for p in built.model.parameters()) == 124_439_808
+        assert not any(m.p for m in built.model.modules() if isinstance(m, torch.nn.Dropout))
+        assert {k: tuple(v.shape) for k, v in built.example_inputs.items()} == {"input_ids": (4, 16), "labels": (4, 16)}
+
+    def test_a_config_file(self, tmp_path: Path) -> None:
+        config = tmp_path / "config.json"
+        config.write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11}')
+        assert build_hugging_face(str(config), batch=1).model.config.n_layer == 1
+
+    @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "no_such"}'])
+    def test_a_config_file_that_is_none(self, tmp_path: Path, content: str) -> None:
+        config = tmp_path / "config.json"
+        config.write_text(content)
+        with pytest.raises(HapError, match="config.json"):
+            build_hugging_face(str(config), batch=1)
+
+    def test_longer_than_its_positions(self) -> None:
+        with pytest.raises(HapError, match="--seq 2000 is longer than the model's 1024 positions"):
+            build_hugging_face("gpt2", batch=1, sequence=2000)
+
+    def test_no_language_model(self) -> None:
+        with pytest.raises(HapError, match="vit is not a causal language model"):
+            build_hugging_face("vit", batch=1)

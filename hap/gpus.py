@@ -1,0 +1,73 @@
+"""The GPU catalogue: what the vendors' data sheets say, read from ``gpus.csv`` beside this file.
+
+``float32`` is the plain (non-tensor-core) rate, ``tf32``, ``float16`` and ``bfloat16`` the dense tensor-core rate where
+there is one (on P100 plain half precision). ``link_gb_s`` is one direction of all links of the card together. An empty
+cell is a rate that the card does not have or that nobody looked up; column ``status`` says which numbers were checked.
+Memory is counted in decimal GB, a little less than the card really has.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+
+DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One row. ``tflops`` maps a dtype of ``DTYPES`` to TFLOP/s; ``link`` is "nvlink", "xgmi", "pcie" or "" (unknown)."""
+
+    name: str
+    tflops: Mapping[str, float] = field(hash=False)
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    link: str
+    link_bytes_per_s: float | None
+    source: str
+    status: str
+
+
+@cache
+def catalogue() -> Mapping[str, Gpu]:
+    """Every GPU by name, in the file's order."""
+    text = resources.files("hap").joinpath("gpus.csv").read_text(encoding="utf-8")
+    return {row["gpu"]: _gpu(row) for row in csv.DictReader(text.splitlines())}
+
+
+def find_gpu(name: str) -> Gpu:
+    """The row of that name, in any case, with blanks or underscores for dashes. ValueError names the closest."""
+    by_key = {key_of(n): gpu for n, gpu in catalogue().items()}
+    if (found := by_key.get(key_of(name))) is not None:
+        return found
+    names = [gpu.name for key, gpu in by_key.items() if key_of(name) and key_of(name) in key]
+    suggestion = suggest(name, names or catalogue())
+    raise ValueError(f"unknown GPU type {name!r}{suggestion} (or give tflops, memory, memory_bandwidth)")
+
+
+def key_of(name: str) -> str:
+    return name.strip().lower().replace(" ", "-").replace("_", "-")
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean A or B?"``, or nothing when no known word is close."""
+    by_key = {key_of(k): k for k in known}
+    close = difflib.get_close_matches(key_of(word), by_key, n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(by_key[c] for c in close)}?" if close else ""
+
+
+def _gpu(row: Mapping[str, str]) -> Gpu:
+    return Gpu(
+        name=row["gpu"],
+        tflops={d: float(row[d]) for d in DTYPES if row[d]},
+        memory_bytes=round(float(row["memory_gb"]) * 1e9),
+        memory_bandwidth_bytes_per_s=float(row["memory_bandwidth_gb_s"]) * 1e9,
+        link=row["link"],
+        link_bytes_per_s=float(row["link_gb_s"]) * 1e9 if row["link_gb_s"] else None,
+        source=row["source"],
+        status=row["status"],
+    )

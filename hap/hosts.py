@@ -1,0 +1,190 @@
+"""One host of a cluster description: its devices, the link inside it, its network. See ``hap.cluster`` for the format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple, Self
+
+import pydantic
+
+from hap.gpus import DTYPES, Gpu, find_gpu, suggest
+from hap.units import format_rate, format_size, format_time, parse_rate, parse_size, parse_time
+
+DEFAULT_LAUNCH_S = 5e-6  # assumed: one kernel launch, the order of magnitude of CUDA's and of a CPU operator call
+# Gen3 x16 as NCCL assumes (src/graph/topo.h: 12 GB/s); later generations double, assumed.
+PCIE_BYTES_PER_S = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9}
+PCIE_LATENCY_S = 5.7e-6  # NCCL src/graph/tuning.cc, ring, simple protocol, one hop
+NVLINK_LATENCY_S = 3.4e-6  # same
+NVLINK_EFFICIENCY = 0.8  # torch/_inductor/comm_analysis.py: 120, 240, 370, 720 of 150, 300, 450, 900 GB/s
+
+Rate = Annotated[float, pydantic.BeforeValidator(parse_rate), pydantic.PlainSerializer(format_rate)]
+Size = Annotated[int, pydantic.BeforeValidator(parse_size), pydantic.PlainSerializer(format_size)]
+Time = Annotated[float, pydantic.BeforeValidator(parse_time), pydantic.PlainSerializer(format_time)]
+
+
+class Duplex(NamedTuple):
+    """A two-way port."""
+
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator. ``name`` is "host/gpu#i" with i counted inside the host; ``tflops`` maps dtype to TFLOP/s."""
+
+    rank: int
+    name: str
+    host: str
+    gpu: str
+    tflops: Mapping[str, float] = field(hash=False)
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    launch_s: float
+
+
+class Frozen(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+
+class DeviceSpec(Frozen):
+    """``count`` equal devices: a catalogue ``gpu`` (other keys replace its numbers) or a complete set of numbers."""
+
+    gpu: str | None = None
+    name: str | None = None
+    count: int = pydantic.Field(default=1, ge=1, le=4096, strict=True)
+    tflops: dict[str, float] | None = None
+    memory: Size | None = None
+    memory_bandwidth: Rate | None = None
+    launch: Time = DEFAULT_LAUNCH_S
+
+    @pydantic.field_validator("tflops", mode="before")
+    @classmethod
+    def _positive(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not given:
+            raise ValueError(f"expected TFLOP/s by dtype, such as {{float32: 15.7}}, not {given!r}")
+        for dtype, value in given.items():
+            if dtype not in DTYPES:
+                raise ValueError(f"unknown dtype {dtype!r}{suggest(str(dtype), DTYPES)} (known: {', '.join(DTYPES)})")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{dtype} must be a number of TFLOP/s, more than zero, not {value!r}")
+        return given
+
+    @pydantic.model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.gpu is not None:
+            find_gpu(self.gpu)
+            if self.name is not None:
+                raise ValueError("give gpu (from the catalogue) or name (of your own), not both")
+            return self
+        if missing := [k for k in ("tflops", "memory", "memory_bandwidth") if getattr(self, k) is None]:
+            raise ValueError(f"without a gpu from the catalogue it needs {' and '.join(missing)}")
+        return self
+
+    @property
+    def catalogue_gpu(self) -> Gpu | None:
+        return None if self.gpu is None else find_gpu(self.gpu)
+
+    @property
+    def label(self) -> str:
+        return find_gpu(self.gpu).name if self.gpu is not None else self.name or "custom"
+
+    def device(self, rank: int, host: str, index: int) -> Device:
+        """The device with its numbers resolved."""
+        gpu = self.catalogue_gpu
+        memory = self.memory or (gpu.memory_bytes if gpu else 0)
+        bandwidth = self.memory_bandwidth or (gpu.memory_bandwidth_bytes_per_s if gpu else 0.0)
+        assert memory > 0 and bandwidth > 0
+        tflops = {**(gpu.tflops if gpu else {}), **(self.tflops or {})}
+        ordered = {d: float(tflops[d]) for d in DTYPES if d in tflops}
+        return Device(rank, f"{host}/{self.label}#{index}", host, self.label, ordered, memory, bandwidth, self.launch)
+
+
+class DuplexSpec(Frozen):
+    """``bandwidth`` both ways, or ``up`` (sending) and ``down`` (receiving)."""
+
+    bandwidth: Rate | None = None
+    up: Rate | None = None
+    down: Rate | None = None
+    latency: Time
+
+    @pydantic.model_validator(mode="after")
+    def _either(self) -> Self:
+        one, two = self.bandwidth is not None, (self.up is not None, self.down is not None)
+        if not (one and not any(two)) and not (not one and all(two)):
+            raise ValueError("give bandwidth, or both up and down")
+        return self
+
+    @property
+    def duplex(self) -> Duplex:
+        up, down = self.up or self.bandwidth, self.down or self.bandwidth
+        assert up and down
+        return Duplex(up, down, self.latency)
+
+
+class PathSpec(Frozen):
+    """What limits bytes from one host to another beside their networks; one direction."""
+
+    source: str = pydantic.Field(alias="from")
+    target: str = pydantic.Field(alias="to")
+    bandwidth: Rate | None = None
+    latency: Time | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.bandwidth is None and self.latency is None:
+            raise ValueError("give bandwidth, latency or both")
+        return self
+
+
+class HostSpec(Frozen):
+    name: str = pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    devices: tuple[DeviceSpec, ...]
+    link: str | DuplexSpec | None = None
+    network: DuplexSpec | None = None
+    price_per_hour: float | None = pydantic.Field(default=None, ge=0, allow_inf_nan=False, strict=True)
+
+    @pydantic.field_validator("link", mode="wrap")
+    @classmethod
+    def _named_or_explicit(cls, given: Any, handler: Any) -> Any:
+        if not isinstance(given, (str, dict, DuplexSpec, type(None))):
+            raise ValueError(f"expected a name such as nvlink, or {{bandwidth: 12GB/s, latency: 10us}}, not {given!r}")
+        return DuplexSpec.model_validate(given) if isinstance(given, dict) else handler(given)
+
+    @pydantic.model_validator(mode="after")
+    def _linked(self) -> Self:
+        if not self.devices:
+            raise ValueError("no devices")
+        if self.link is None and self.size > 1:
+            raise ValueError(f"its {self.size} devices have no link; add link: nvlink, pcie3 or {{bandwidth, latency}}")
+        self.inside  # noqa: B018  (raises if the name is unknown or does not fit the devices)
+        return self
+
+    @property
+    def size(self) -> int:
+        return sum(d.count for d in self.devices)
+
+    @property
+    def inside(self) -> Duplex | None:
+        """Each device's port inside the host, or None if the host does not say."""
+        if self.link is None or isinstance(self.link, DuplexSpec):
+            return self.link.duplex if self.link else None
+        if self.link in PCIE_BYTES_PER_S:
+            rate = PCIE_BYTES_PER_S[self.link]
+            return Duplex(rate, rate, PCIE_LATENCY_S)
+        if self.link not in ("nvlink", "xgmi"):
+            known = ("nvlink", "xgmi", *PCIE_BYTES_PER_S)
+            raise ValueError(
+                f"unknown link {self.link!r}{suggest(self.link, known)} "
+                f"(known: {', '.join(known)}, or {{bandwidth: 12GB/s, latency: 10us}})"
+            )
+        rates: list[float] = []
+        for spec in self.devices:
+            gpu = spec.catalogue_gpu
+            if gpu is None or gpu.link != self.link or gpu.link_bytes_per_s is None:
+                raise ValueError(f"{spec.label} has no {self.link} in the catalogue; give {{bandwidth, latency}}")
+            rates.append(gpu.link_bytes_per_s * NVLINK_EFFICIENCY)
+        return Duplex(min(rates), min(rates), NVLINK_LATENCY_S)

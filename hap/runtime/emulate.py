@@ -1,27 +1,36 @@
-"""Emulated inequality: makes a CPU rank as slow as the device that the cluster file says it is.
+"""Emulated inequality: makes CPU ranks as unequal as the devices of the cluster file.
 
 Four ranks on one machine are equal, so an unequal cluster has to be played. A ``Throttle`` does that with the clock
 alone: between two collectives it reads the CPU time ``c`` that the rank's thread spent computing, and lets the wall
-clock reach ``c * slowdown`` before the next collective starts,
+clock reach ``c * slowdown`` before the next collective starts. Sleeping costs no CPU, so the ranks get their turns as
+long as sum(1 / slowdown) stays below the number of cores; ``emulate`` chooses the slowdowns so,
 
-    slowdown = rate of one core of this host / nominal rate of the device,
+    slowdown_r = k * (fastest device's float32 TFLOP/s) / (device r's),     sum over r of 1 / slowdown_r = LOAD * cores,
 
-both measured or given in FLOP/s of a float32 matmul. Sleeping costs no CPU, so ranks share cores fairly as long as the
-nominal rates sum to less than the machine: sum(1 / slowdown) < cores.
+with k >= 1, and writes what a rank then really has into a copy of the cluster: one core's measured FLOP/s and bytes/s
+divided by its slowdown, its overhead per call times it. Plans made for that copy predict this machine.
 
-What is emulated: compute. What is not: links are this machine's loopback, whatever the cluster file says, and memory
-limits are the planner's only. Nothing here runs on real GPUs.
+What is emulated: the ratios between devices' compute. What is not: links are this machine's loopback, as measured,
+whatever the cluster file says, and memory limits bind the planner only. Nothing here runs on real GPUs.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+
+from hap.cluster import ClusterSpec, DeviceSpec, DuplexSpec, HostSpec, Link
+from hap.errors import ClusterError
+from hap.units import format_rate, format_size, format_time
 
 NOTICE = "compute speeds are emulated on this machine's CPU; links are its loopback, not the cluster file's"
+LOAD = 0.5  # of the cores; the rest is for the collectives, which are not throttled, and for whatever else runs here
+_CARRY_S = 1e-3  # a rank that lost more than this (descheduled, paging) does not catch up by running unthrottled
 
 
 @dataclass(frozen=True)
@@ -34,26 +43,26 @@ class HostRate:
 
 
 def measure_host() -> HostRate:
-    """Probe the calling thread for about a second. The best of several runs: a busy neighbour only makes runs slower.
+    """Probe the calling thread for half a second. The best of several runs: a busy neighbour only makes runs slower.
 
     The matmul has a transformer's shape (1024 x 256 @ 256 x 1024), the stream a tensor larger than the caches, the
-    call a tensor so small that only the dispatch remains. Inputs are plain ones: values do not matter, pages do.
+    call a tensor so small that only the dispatch remains.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         a, b = torch.ones(1024, 256), torch.ones(256, 1024)
-        matmul_s = best_time(lambda: a @ b, repeats=20)
+        matmul_s = _best_time(lambda: a @ b, repeats=20)
         x, y = torch.ones(8 << 20), torch.ones(8 << 20)
-        stream_s = best_time(lambda: torch.add(x, 1.0, out=y), repeats=8)
+        stream_s = _best_time(lambda: torch.add(x, 1.0, out=y), repeats=8)
         tiny = torch.ones(4)
-        launch_s = best_time(lambda: [torch.add(tiny, 1.0) for _ in range(200)], repeats=8) / 200
+        launch_s = _best_time(lambda: [torch.add(tiny, 1.0) for _ in range(200)], repeats=8) / 200
     finally:
         torch.set_num_threads(threads)
     return HostRate(2 * 1024 * 256 * 1024 / matmul_s, 2 * x.nbytes / stream_s, launch_s)
 
 
-def best_time(call: Callable[[], object], repeats: int) -> float:
+def _best_time(call: Callable[[], object], repeats: int) -> float:
     """The smallest CPU time in seconds of ``repeats`` calls after one warm-up call."""
     call()
     best = float("inf")
@@ -64,6 +73,73 @@ def best_time(call: Callable[[], object], repeats: int) -> float:
     return best
 
 
+def measure_loopback(world_size: int, repeats: int = 10) -> Link:
+    """What one rank sends to the others while all do so, by Gloo's all-to-all. Collective: every rank calls it.
+
+    Latency is the median time of a one-element exchange, bandwidth the slope up to 256 kB for each peer. The result is
+    the slowest rank's, so all ranks get the same numbers.
+    """
+    if world_size == 1:
+        return Link(1e9, 0.0)
+
+    def median_s(elements: int) -> float:
+        give, take = torch.ones(world_size * elements), torch.empty(world_size * elements)
+        times = []
+        for _ in range(repeats):
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_to_all_single(take, give)
+            times.append(time.perf_counter() - start)
+        return sorted(times)[repeats // 2]
+
+    median_s(1)
+    elements = 1 << 16
+    small, large = median_s(1), median_s(elements)
+    seconds = torch.tensor([small, max(large - small, 1e-6)], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return Link((world_size - 1) * elements * 4 / float(seconds[1]), float(seconds[0]))
+
+
+def slowdowns(cluster: ClusterSpec, cores: float | None = None) -> tuple[float, ...]:
+    """By rank; see the module docstring. ClusterError if a device does not give its float32 rate."""
+    for device in cluster.devices:
+        if "float32" not in device.tflops:
+            raise ClusterError(f"{device.name}: emulation needs its float32 TFLOP/s")
+    rates = [device.tflops["float32"] for device in cluster.devices]
+    cores = float(os.cpu_count() or 1) if cores is None else cores
+    fastest = max(1.0, sum(rates) / max(rates) / (LOAD * cores))
+    return tuple(fastest * max(rates) / rate for rate in rates)
+
+
+def emulated_cluster(cluster: ClusterSpec, host: HostRate, loopback: Link) -> ClusterSpec:
+    """The same hosts, devices, names and memory; speeds and links as this machine plays them."""
+    factors = iter(slowdowns(cluster))
+    link = DuplexSpec.model_validate(
+        {"bandwidth": format_rate(loopback.bandwidth_bytes_per_s), "latency": format_time(loopback.latency_s)}
+    )
+    hosts = []
+    for spec in cluster.hosts:
+        devices = tuple(_played(one, host, next(factors)) for one in spec.devices for _ in range(one.count))
+        network = None if spec.network is None else link
+        hosts.append(
+            HostSpec(name=spec.name, devices=devices, link=link if len(devices) > 1 else None, network=network)
+        )
+    return ClusterSpec(name=f"{cluster.name}-emulated", backend="gloo", hosts=tuple(hosts))
+
+
+def _played(spec: DeviceSpec, host: HostRate, slowdown: float) -> DeviceSpec:
+    device = spec.device(0, "", 0)
+    return DeviceSpec.model_validate(
+        {
+            "name": spec.label,
+            "tflops": {"float32": host.flops_per_s / slowdown / 1e12},
+            "memory": format_size(device.memory_bytes),
+            "memory_bandwidth": format_rate(host.bytes_per_s / slowdown),
+            "launch": format_time(host.launch_s * slowdown),
+        }
+    )
+
+
 class Throttle:
     """Stretches this thread's compute by ``slowdown`` (>= 1; no device can be emulated faster than the host).
 
@@ -72,8 +148,7 @@ class Throttle:
     """
 
     def __init__(self, slowdown: float) -> None:
-        if slowdown < 1:
-            raise ValueError(f"cannot emulate a device {1 / slowdown:.3g} times as fast as this machine's core")
+        assert slowdown >= 1, f"cannot emulate a device {1 / slowdown:.3g} times as fast as this machine's core"
         self.slowdown = slowdown
         self.compute_s = 0.0  # emulated seconds so far
         self._owed_s = 0.0  # what must pass before the next collective; negative after sleeping too long
@@ -95,6 +170,3 @@ class Throttle:
         """Start counting compute from now."""
         self._cpu_mark = time.thread_time()
         self._wall_mark = time.perf_counter()
-
-
-_CARRY_S = 1e-3  # a rank that lost more than this (descheduled, paging) does not catch up by running unthrottled

@@ -1,0 +1,299 @@
+"""``Graph`` + ``Plan`` -> ``Program``; what is refused on the way is in ``codegen/program.py``'s docstring."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hap.codegen.program import (
+    DECOMPOSITIONS,
+    Call,
+    Convert,
+    Held,
+    Instruction,
+    Program,
+    RankDevice,
+    Source,
+    group_labels,
+    placement_suffix,
+    verify_program,
+)
+from hap.conversion import Need, collective_kind, find_needs, required_results
+from hap.errors import PlanError
+from hap.graph import Graph, Node, Phase, Value, map_values
+from hap.ops import resolve
+from hap.placement import REPLICATE, Partial, Placement, parse_placement
+from hap.plan import Conversion, Plan, Strategy
+from hap.rules.choices import localize
+
+RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p", "rank", "saved", "self", "torch", "x")
+FACTORY_DEVICE = "device"
+
+
+def lower(graph: Graph, plan: Plan) -> Program:
+    """The program that ``plan`` stands for. PlanError where plan and graph do not belong together or are unsound."""
+    strategies = _strategies(graph, plan)
+    conversions = _conversions(graph, plan, strategies)
+    program = _Lowering(graph, plan, strategies, conversions).run()
+    verify_program(program)
+    return program
+
+
+def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
+    """Every node's strategy, checked for shape: fingerprint, completeness, one placement per tensor, fitting extents."""
+    if plan.provenance.model_fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan was made for model {plan.provenance.model!r} with fingerprint "
+            f"{plan.provenance.model_fingerprint[:12]}, this graph is {graph.fingerprint[:12]}; plan again"
+        )
+    if missing := [n.name for n in graph.nodes if n.name not in plan.strategies]:
+        raise PlanError(f"the plan has no strategy for {missing[0]} and {len(missing) - 1} other nodes; plan again")
+    if len(plan.strategies) != len(graph.nodes):
+        raise PlanError(f"the plan has {len(plan.strategies)} strategies for {len(graph.nodes)} nodes; plan again")
+    found = {n.name: plan.strategy(n.name) for n in graph.nodes}
+    for node in graph.nodes:
+        strategy = found[node.name]
+        if (len(strategy.inputs), len(strategy.outputs)) != (len(node.inputs), len(node.outputs)):
+            raise PlanError(f"{node.name}: strategy {strategy} does not fit a call of {node.op}")
+        if node.is_source and isinstance(strategy.outputs[0], Partial):
+            raise PlanError(f"{node.name}: a {node.op} cannot be a partial sum")
+    return found
+
+
+def _conversions(
+    graph: Graph, plan: Plan, strategies: Mapping[str, Strategy]
+) -> dict[tuple[Value, Placement, Phase], Conversion]:
+    """The plan's conversions by (value, target, phase); PlanError unless they are those the strategies imply.
+
+    A parameter may be gathered again for the backward pass (see ``find_needs``) or kept, each as the plan says.
+    """
+    try:
+        least = {_key(n): n for n in find_needs(graph, strategies)}
+        most = {**least, **{_key(n): n for n in find_needs(graph, strategies, regather=True)}}
+        kinds = {key: need.collective for key, need in most.items()}
+    except AssertionError as e:
+        raise PlanError(f"the plan asks for a conversion that does not exist: {e}") from None
+    found: dict[tuple[Value, Placement, Phase], Conversion] = {}
+    for c in plan.conversions:
+        key = (Value.parse(c.value), parse_placement(c.target), c.phase)
+        need = most.get(key)
+        if need is None or key in found:
+            raise PlanError(f"the plan converts {c.value} to {c.target} in {c.phase}, which its strategies do not need")
+        if parse_placement(c.source) != need.source or c.collective != kinds[key]:
+            raise PlanError(f"the plan converts {c.value} by {c.collective} from {c.source}, not as its strategies say")
+        if c.decomposition not in DECOMPOSITIONS[c.collective]:
+            raise PlanError(f"{c.value}: {c.collective} has no decomposition {c.decomposition!r}")
+        found[key] = c
+    for key, need in least.items():
+        if key not in found:
+            raise PlanError(f"the plan lacks the conversion of {need.value} from {need.source} to {need.target}")
+    return found
+
+
+def _key(need: Need) -> tuple[Value, Placement, Phase]:
+    return need.value, need.target, need.phase
+
+
+class _Lowering:
+    """The state of one lowering: names given so far, instructions emitted so far."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        strategies: Mapping[str, Strategy],
+        conversions: Mapping[tuple[Value, Placement, Phase], Conversion],
+    ) -> None:
+        self.graph, self.plan, self.strategies, self.conversions = graph, plan, strategies, conversions
+        self.position = {n.name: i for i, n in enumerate(graph.nodes)}
+        constants = group_labels({name: group.label for name, group in plan.groups.items()})
+        self.names = _Names(graph, [name for _, name in constants])
+        self.held: dict[str, Held] = {}
+        self.parts: dict[Phase, list[Instruction]] = {"forward": [], "backward": []}
+        self.made_in: dict[str, Phase] = {}  # name -> part; sources count as forward
+        self.saved: dict[str, None] = {}
+        self.emitted: set[str] = set()
+        self.converted: dict[tuple[Value, Placement, Phase], str] = {}
+        self.required: dict[Value, list[Placement]] = {}
+        for value, placement in required_results(graph, strategies):
+            self.required.setdefault(value, []).append(placement)
+
+    def run(self) -> Program:
+        graph = self.graph
+        sources = tuple(self._source(n) for n in graph.nodes if n.is_source)
+        forward = self._needed((graph.loss, *graph.updates.values()))
+        backward = self._needed(tuple(graph.gradients.values()))
+        for node in graph.nodes:
+            if node.name in forward and not node.is_source:
+                assert node.phase == "forward", f"{node.name} depends on the tangent and the loss on it"
+                self._call(node, "forward")
+        loss = self._read(graph.loss, REPLICATE, "forward")
+        updates = {t: self._read(v, self._home(t), "forward") for t, v in graph.updates.items()}
+        for node in graph.nodes:
+            if node.name in backward and node.phase == "backward" and not node.is_source:
+                self._call_with_producers(node)
+        gradients = {t: self._gradient(t, v) for t, v in graph.gradients.items()}
+        return Program(
+            name=graph.name,
+            graph_fingerprint=graph.fingerprint,
+            world_size=self.plan.world_size,
+            sizes=self.plan.sizes,
+            labels={name: group.label for name, group in self.plan.groups.items()},
+            sources=sources,
+            forward=tuple(self.parts["forward"]),
+            backward=tuple(self.parts["backward"]),
+            loss=loss,
+            updates=updates,
+            gradients=gradients,
+            saved=tuple(self.saved),
+            held=self.held,
+        )
+
+    def _needed(self, results: Iterable[Value]) -> set[str]:
+        """Names of all nodes that ``results`` depend on."""
+        pending, found = [v.node for v in results], set[str]()
+        while pending:
+            name = pending.pop()
+            if name not in found:
+                found.add(name)
+                pending.extend(v.node for v in self.graph.by_name[name].inputs)
+        return found
+
+    def _home(self, target: str) -> Placement:
+        for node in self.graph.nodes:
+            if node.op in ("parameter", "buffer") and node.target == target:
+                return _placed(self.strategies[node.name], 0)
+        raise AssertionError(f"no parameter or buffer {target}")
+
+    def _source(self, node: Node) -> Source:
+        name = self._define(Value(node.name), _placed(self.strategies[node.name], 0))
+        part: Phase = "backward" if node.op == "tangent" else "forward"
+        self.made_in[name] = part
+        self.emitted.add(node.name)
+        return Source(name, node.op, node.target)  # type: ignore[arg-type]
+
+    def _call_with_producers(self, node: Node) -> None:
+        """Emit ``node`` into the backward part, and before it whatever it reads that was not needed until now."""
+        waiting, missing = [node.name], {node.name}
+        while waiting:
+            for value in self.graph.by_name[waiting.pop()].inputs:
+                if value.node not in self.emitted and value.node not in missing:
+                    missing.add(value.node)
+                    waiting.append(value.node)
+        for name in sorted(missing, key=self.position.__getitem__):
+            self._call(self.graph.by_name[name], "backward")
+
+    def _gradient(self, target: str, value: Value) -> str:
+        if value.node not in self.emitted:
+            self._call_with_producers(self.graph.by_name[value.node])
+        return self._read(value, self._home(target), "backward")
+
+    def _call(self, node: Node, part: Phase) -> None:
+        strategy = self.strategies[node.name]
+        args, kwargs = localize(node, strategy, self.graph)
+        reads = zip(node.inputs, strategy.inputs, strict=True)
+        names = iter([self._read(value, placement, part) for value, placement in reads])
+        outputs: list[str | None] = []
+        for index, meta in enumerate(node.outputs):
+            value = Value(node.name, index)
+            if meta is None or (value not in self.graph.users and value not in self.required):
+                outputs.append(None)
+                continue
+            name = self._define(value, _placed(strategy, index))
+            self.made_in[name] = part
+            outputs.append(name)
+        local_args = map_values(args, lambda _: Value(next(names)))
+        local_kwargs = tuple((k, map_values(v, lambda _: Value(next(names)))) for k, v in kwargs)
+        self.parts[part].append(Call(tuple(outputs), node.op, local_args, local_kwargs + _device(node), node.module))
+        self.emitted.add(node.name)
+        for index in range(len(node.outputs)):
+            for placement in self.required.get(Value(node.name, index), ()):
+                self._read(Value(node.name, index), placement, part)
+
+    def _read(self, value: Value, target: Placement, part: Phase) -> str:
+        """The name under which ``part`` finds ``value`` in ``target``, converting it there if it must."""
+        source = _placed(self.strategies[value.node], value.index)
+        if source == target:
+            return self._cross(self.names.of(value), part)
+        phases: tuple[Phase, ...] = ("forward",) if part == "forward" else ("backward", "forward")
+        key = next((value, target, phase) for phase in phases if (value, target, phase) in self.conversions)
+        if key not in self.converted:
+            self.converted[key] = self._convert(value, source, self.conversions[key], part)
+        return self._cross(self.converted[key], part)
+
+    def _convert(self, value: Value, source: Placement, conversion: Conversion, part: Phase) -> str:
+        target = parse_placement(conversion.target)
+        original = self._cross(self.names.of(value), part)
+        again = (value, target, "forward") in self.converted and conversion.phase == "backward"
+        name = self.names.fresh(f"{self.names.of(value)}__{placement_suffix(target)}{'_again' if again else ''}")
+        self.held[name] = Held(self.graph.meta(value), target)
+        self.made_in[name] = part
+        self.parts[part].append(
+            Convert(
+                output=name,
+                input=original,
+                kind=collective_kind(source, target),
+                decomposition=conversion.decomposition,
+                source=source,
+                target=target,
+                phase=conversion.phase,
+                module=self.graph.by_name[value.node].module,
+            )
+        )
+        return name
+
+    def _cross(self, name: str, part: Phase) -> str:
+        """Record that ``name`` must be saved if the backward part reads it and the forward part (or a source) made it."""
+        if part == "backward" and self.made_in[name] == "forward":
+            self.saved[name] = None
+        return name
+
+    def _define(self, value: Value, placement: Placement) -> str:
+        name = self.names.of(value)
+        self.held[name] = Held(self.graph.meta(value), placement)
+        return name
+
+
+class _Names:
+    """Python identifiers for values: the node's name, with the output's index where a node has several outputs."""
+
+    def __init__(self, graph: Graph, reserved: Iterable[str]) -> None:
+        self.taken = {*RESERVED, *keyword.kwlist, *reserved}
+        self.given: dict[Value, str] = {}
+        for node in graph.nodes:
+            several = sum(meta is not None for meta in node.outputs) > 1
+            for index, meta in enumerate(node.outputs):
+                if meta is not None:
+                    self.given[Value(node.name, index)] = self.fresh(f"{node.name}_{index}" if several else node.name)
+
+    def of(self, value: Value) -> str:
+        return self.given[value]
+
+    def fresh(self, wanted: str) -> str:
+        """``wanted`` made an identifier, with a number appended if it is taken."""
+        base = "".join(c if c.isalnum() and c.isascii() else "_" for c in wanted)
+        base = f"v_{base}" if not base or base[0].isdigit() else base
+        name, count = base, 1
+        while name in self.taken:
+            count += 1
+            name = f"{base}_{count}"
+        self.taken.add(name)
+        return name
+
+
+def _placed(strategy: Strategy, index: int) -> Placement:
+    placement = strategy.outputs[index]
+    if placement is None:
+        raise PlanError(f"strategy {strategy} gives output {index} no placement")
+    return placement
+
+
+def _device(node: Node) -> tuple[tuple[str, Any], ...]:
+    """The ``device=`` that a factory needs: an operator that takes one and has no tensor to take it from."""
+    if node.inputs or FACTORY_DEVICE in dict(node.kwargs):
+        return ()
+    schema = getattr(resolve(node.op), "_schema", None)
+    takes = schema is not None and any(a.name == FACTORY_DEVICE for a in schema.arguments)
+    return ((FACTORY_DEVICE, RankDevice()),) if takes else ()
+

@@ -1,0 +1,213 @@
+"""The SPMD program: one list of instructions, the same on every rank, that a plan stands for.
+
+``lower`` turns a ``Graph`` and a ``Plan`` into a ``Program``. Every value has one name per placement it is held in:
+``mm_3`` as produced, ``mm_3__r`` once gathered or summed, ``mm_3__s0`` once sharded over dim 0. Sizes stay symbolic
+(``LocalSize``), so the program does not depend on the rank. Two parts:
+
+* **forward**: what the loss and the buffers' updates need;
+* **backward**: the rest. A node that does not depend on the tangent but that only the backward pass reads is computed
+  there, just before its first reader, so that its arguments are kept rather than its result.
+
+A conversion stands just before its first reader; one that a result needs (a gradient going home to its parameter's
+placement) stands just after the value is made, so that the whole gradient lives briefly. Values of the forward part that
+the backward part reads are ``saved``.
+
+``lower`` refuses, with PlanError, a plan for another graph, a strategy that is not a row of the rule table, conversions
+that are not those the strategies imply, and a collective or decomposition that does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from hap.graph import Graph, Phase, TensorMeta, values_in
+from hap.placement import Partial, Placement, Replicate, Shard, Sizes
+from hap.plan import Collective
+
+SourceKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
+
+DECOMPOSITIONS: Mapping[Collective, tuple[str, ...]] = {
+    "all_gather": ("all_to_all", "padded", "broadcast"),
+    "all_reduce": ("ring",),
+    "reduce_scatter": ("all_to_all_sum", "padded"),
+    "all_to_all": ("direct",),
+    "slice": ("local",),
+}
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """A ``device=`` argument that capture dropped: the device of the rank that runs the call."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a named value is: its global shape and dtype, and how it lies on the ranks."""
+
+    meta: TensorMeta
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Source:
+    """A value that the caller supplies, already in its placement."""
+
+    name: str
+    kind: SourceKind
+    target: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operator call on local tensors. ``args`` and ``kwargs`` hold ``Value(name)``, ``LocalSize``, ``RankDevice``.
+
+    ``outputs[i]`` is None where nobody reads output i.
+    """
+
+    outputs: tuple[str | None, ...]
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    module: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(v.node for v in values_in((self.args, tuple(v for _, v in self.kwargs))))
+
+
+@dataclass(frozen=True)
+class Convert:
+    """One change of placement by one collective."""
+
+    output: str
+    input: str
+    kind: Collective
+    decomposition: str
+    source: Placement
+    target: Placement
+    phase: Phase
+    module: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.input,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.output,)
+
+
+Instruction = Call | Convert
+
+
+@dataclass(frozen=True)
+class Program:
+    """See the module docstring. ``held`` describes every name; ``gradients`` and ``updates`` map targets to names."""
+
+    name: str
+    graph_fingerprint: str
+    world_size: int
+    sizes: Mapping[str, Sizes]
+    labels: Mapping[str, str]
+    sources: tuple[Source, ...]
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
+    loss: str
+    updates: Mapping[str, str]
+    gradients: Mapping[str, str]
+    saved: tuple[str, ...]
+    held: Mapping[str, Held]
+
+    @property
+    def tangent(self) -> str | None:
+        """The name of the loss's tangent, None if no gradient depends on it."""
+        return next((s.name for s in self.sources if s.kind == "tangent"), None)
+
+    def sources_of(self, kind: SourceKind) -> tuple[Source, ...]:
+        return tuple(s for s in self.sources if s.kind == kind)
+
+    @property
+    def forward_sources(self) -> tuple[Source, ...]:
+        """Sources that the forward part must be given: all but the tangent."""
+        return tuple(s for s in self.sources if s.kind != "tangent")
+
+    @property
+    def conversions(self) -> tuple[Convert, ...]:
+        return tuple(i for i in (*self.forward, *self.backward) if isinstance(i, Convert))
+
+
+def last_uses(part: Sequence[Instruction], keep: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """For each instruction the names that die with it: last read there, or written there and never read.
+
+    Names in ``keep`` never die. Names are in order of reading, so the emitted text is deterministic.
+    """
+    kept, dead_already = frozenset(keep), set()
+    found: list[tuple[str, ...]] = []
+    for instruction in reversed(part):
+        dying = []
+        for name in (*instruction.inputs, *(n for n in instruction.outputs if n is not None)):
+            if name not in kept and name not in dead_already:
+                dead_already.add(name)
+                dying.append(name)
+        found.append(tuple(dying))
+    return tuple(reversed(found))
+
+
+def verify_program(program: Program) -> None:
+    """Raise AssertionError unless names are defined once and before use and every conversion fits what it converts."""
+    available = {s.name for s in program.forward_sources}
+    _verify_part(program, program.forward, available)
+    for name in (program.loss, *program.updates.values(), *program.saved):
+        assert name in available, f"{name} is not made by the forward part"
+    assert isinstance(program.held[program.loss].placement, Replicate), "the loss must end replicated"
+    backward = set(program.saved) | ({program.tangent} if program.tangent else set())
+    _verify_part(program, program.backward, backward)
+    for target, name in program.gradients.items():
+        assert name in backward, f"the gradient of {target} is not made by the backward part"
+    homes = {s.target: program.held[s.name].placement for s in program.sources if s.kind in ("parameter", "buffer")}
+    for target, name in (*program.gradients.items(), *program.updates.items()):
+        assert program.held[name].placement == homes[target], f"{name} does not lie like {target}"
+
+
+def _verify_part(program: Program, part: Sequence[Instruction], available: set[str]) -> None:
+    for instruction in part:
+        for name in instruction.inputs:
+            assert name in available, f"{name} is read before it is defined"
+        for output in instruction.outputs:
+            if output is not None:
+                assert output not in available, f"{output} is defined twice"
+                available.add(output)
+        if isinstance(instruction, Convert):
+            assert program.held[instruction.input].placement == instruction.source, f"{instruction.input} lies elsewhere"
+            assert program.held[instruction.output].placement == instruction.target, f"{instruction.output} misdescribed"
+            assert instruction.decomposition in DECOMPOSITIONS[instruction.kind], f"{instruction} cannot be performed"
+
+
+def placement_suffix(placement: Placement) -> str:
+    """``r``, ``p`` or ``s<dim>``: how a converted value's name ends."""
+    match placement:
+        case Shard(dim=dim):
+            return f"s{dim}"
+        case Partial():
+            return "p"
+        case _:
+            return "r"
+
+
+def group_labels(labels: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Group -> a Python constant's name made of its label: ``batch`` -> ``BATCH``; unique, in the given order."""
+    taken: set[str] = set()
+    for group, label in labels.items():
+        words = "".join(c if c.isalnum() and c.isascii() else "_" for c in label).strip("_").upper()
+        base = words if words and not words[0].isdigit() else f"GROUP_{words}".rstrip("_")
+        name, count = base, 1
+        while name in taken:
+            count += 1
+            name = f"{base}_{count}"
+        taken.add(name)
+        yield group, name
+
+
+assert set(DECOMPOSITIONS) == set(get_args(Collective))

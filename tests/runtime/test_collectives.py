@@ -1,0 +1,127 @@
+"""Collectives of unequal and zero shares on real Gloo ranks: exact, contiguous, for every decomposition and dtype."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hap.codegen.program import DECOMPOSITIONS
+from hap.errors import ProgramError
+from hap.runtime.collectives import Communicator, Layout
+from tests._support.ranks import RankError, run_ranks
+
+DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
+CASES = 60
+
+
+def random_sizes(source: random.Random, n: int, world_size: int) -> tuple[int, ...]:
+    """``n`` atoms dealt to the ranks anyhow; zeros are common."""
+    owners = [source.randrange(world_size) for _ in range(n)]
+    return tuple(owners.count(r) for r in range(world_size))
+
+
+def random_case(source: random.Random, world_size: int) -> tuple[list[int], list[Layout]]:
+    """A shape, and for each dim one layout that fits it, plus a second layout of dim 0 with another atom."""
+    shape, layouts = [], []
+    for dim in range(source.randint(1, 3)):
+        outer, n, unit = source.randint(1, 3), source.randint(1, 6), source.randint(1, 3)
+        shape.append(outer * n * unit)
+        layouts.append(Layout(dim, outer, unit, random_sizes(source, n, world_size)))
+    extent = shape[0]
+    n = source.choice([d for d in range(1, extent + 1) if extent % d == 0])
+    rest = extent // n
+    outer = source.choice([d for d in range(1, rest + 1) if rest % d == 0])
+    layouts.append(Layout(0, outer, rest // outer, random_sizes(source, n, world_size)))
+    return shape, layouts
+
+
+def whole_tensor(source: random.Random, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Small integers of any dtype, so that sums are exact even in bfloat16."""
+    generator = torch.Generator().manual_seed(source.randrange(2**31))
+    return torch.randint(0, 2 if dtype == torch.bool else 5, shape, generator=generator).to(dtype)
+
+
+def every_collective(rank: int, seed: int) -> int:
+    """Random cases, the same on every rank; returns how many results were compared."""
+    world_size, compared = dist.get_world_size(), 0
+    source = random.Random(seed)
+    comm = Communicator(dist.group.WORLD)
+
+    def same(result: torch.Tensor, expected: torch.Tensor) -> None:
+        nonlocal compared
+        assert result.dtype == expected.dtype and result.is_contiguous()
+        assert torch.equal(result, expected), (result, expected)
+        compared += 1
+
+    for _ in range(CASES):
+        shape, layouts = random_case(source, world_size)
+        dtype = source.choice(DTYPES)
+        whole = whole_tensor(source, shape, dtype)
+        first = source.choice(layouts)
+        piece = first.take(whole, rank)
+        for how in DECOMPOSITIONS["all_gather"]:
+            same(comm.all_gather(piece, **first._asdict(), decomposition=how), whole)
+        same(comm.slice(whole, **first._asdict()), piece)
+        for second in layouts:
+            same(comm.all_to_all(piece, source=first, target=second), second.take(whole, rank))
+        if dtype != torch.bool:
+            parts = [whole_tensor(source, shape, dtype) for _ in range(world_size)]
+            total = torch.stack(parts).sum(0, dtype=dtype)
+            same(comm.all_reduce(parts[rank]), total)
+            for how in DECOMPOSITIONS["reduce_scatter"]:
+                same(comm.reduce_scatter(parts[rank], **first._asdict(), decomposition=how), first.take(total, rank))
+    return compared
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_collective_is_exact_for_random_sizes_dims_atoms_and_dtypes(world_size: int) -> None:
+    compared = run_ranks(world_size, every_collective, 7 * world_size)
+    assert compared[0] > 6 * CASES and len(set(compared)) == 1
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    comm = Communicator()
+    value = torch.arange(12).reshape(3, 4).t()
+    layout = Layout(0, 1, 2, (2,))
+    for result in (
+        comm.all_gather(value, **layout._asdict()),
+        comm.all_reduce(value),
+        comm.reduce_scatter(value, **layout._asdict()),
+        comm.all_to_all(value, source=layout, target=Layout(1, 1, 1, (3,))),
+        comm.slice(value, **layout._asdict()),
+    ):
+        assert torch.equal(result, value) and result.is_contiguous()
+
+
+def nobody_holds_anything_but_rank_one(rank: int) -> list[list[int]]:
+    comm = Communicator(dist.group.WORLD)
+    layout = Layout(dim=0, outer=1, unit=1, sizes=(0, 3, 0))
+    piece = layout.take(torch.arange(3), rank)
+    return [comm.all_gather(piece, **layout._asdict(), decomposition=d).tolist() for d in DECOMPOSITIONS["all_gather"]]
+
+
+def test_one_rank_may_hold_everything() -> None:
+    assert run_ranks(3, nobody_holds_anything_but_rank_one) == [[[0, 1, 2]] * 3] * 3
+
+
+def test_a_piece_of_the_wrong_extent_is_refused_before_anything_is_sent() -> None:
+    comm = Communicator()
+    with pytest.raises(ProgramError, match=r"rank 0 holds \(3,\), the layout says \(4,\)"):
+        comm.all_gather(torch.zeros(3), dim=0, outer=1, unit=2, sizes=(2,))
+
+
+def test_an_unknown_decomposition_names_the_known_ones() -> None:
+    with pytest.raises(ProgramError, match="all_to_all, padded, broadcast"):
+        Communicator().all_gather(torch.zeros(2), dim=0, outer=1, unit=2, sizes=(1,), decomposition="magic")
+
+
+def one_rank_disagrees(rank: int) -> None:
+    Communicator(dist.group.WORLD, check=True).all_reduce(torch.zeros(2 if rank else 3))
+
+
+def test_check_mode_names_the_rank_that_differs() -> None:
+    with pytest.raises(RankError, match=r"ProgramError: all_reduce: rank 1 has .*\(2,\).* rank 0 has .*\(3,\)"):
+        run_ranks(2, one_rank_disagrees)

@@ -1,1 +1,1 @@
-"""See ARCHITECTURE.md."""
+"""Operator -> rows: which placements in give which placements out; the prover; a graph's choices."""

@@ -1,0 +1,114 @@
+"""Rules of embeddings, gathers, scatters and indexing.
+
+The indexed dim stays whole, as an index counts from its global start; the dims of the indices and the dims that are not
+indexed may be sharded. What is added up by index is partial in the dims of the indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hap.rules.notation import Call, Dim, Row, Rule, partial_rows
+
+
+def embedding(call: Call) -> Iterator[Row]:
+    """``embedding(weight (V, H), indices (...)) -> (..., H)``."""
+    leading = len(call.inputs[1].shape)
+    for dim in range(leading):
+        yield Row(("R", Dim(dim)), (Dim(dim),))
+    yield Row((Dim(1), "R"), (Dim(leading),))
+    yield from partial_rows(call, ("PR",))
+
+
+def embedding_backward(call: Call) -> Iterator[Row]:
+    """``embedding_dense_backward(grad (..., H), indices (...), V, padding_idx, scale_by_freq) -> (V, H)``."""
+    leading = len(call.inputs[1].shape)
+    if not call.argument(4, "scale_grad_by_freq", False):
+        for dim in range(leading):
+            yield Row((Dim(dim), Dim(dim)), ("P",))
+    yield Row((Dim(leading), "R"), (Dim(1),))
+    yield from partial_rows(call, ("PR",))
+
+
+def gather(call: Call) -> Iterator[Row]:
+    """``gather(x, dim, index)``: other dims together where they are of one size; the index alone along ``dim``."""
+    x, index = call.inputs[0].shape, call.inputs[1].shape
+    indexed = call.dim_argument(1, len(x))
+    for dim in range(len(x)):
+        if dim == indexed:
+            yield Row(("R", Dim(dim)), (Dim(dim),))
+        elif x[dim] == index[dim]:
+            yield Row((Dim(dim), Dim(dim)), (Dim(dim),))
+    yield from partial_rows(call, ("PR",))
+
+
+def scatter(adds: bool) -> Rule:
+    """``scatter(x, dim, index, src | value)``: dims other than ``dim`` in which all agree. ``adds``: ``scatter_add``."""
+
+    def rule(call: Call) -> Iterator[Row]:
+        indexed = call.dim_argument(1, len(call.output.shape))
+        for dim in range(len(call.output.shape)):
+            if dim != indexed and len({m.shape[dim] for m in call.inputs}) == 1:
+                yield Row(tuple(Dim(dim) for _ in call.inputs), (Dim(dim),))
+        if adds:
+            yield Row(("P", Dim(indexed), Dim(indexed)), ("P",))
+            yield from partial_rows(call, ("PRP",))
+
+    return rule
+
+
+def index(call: Call) -> Iterator[Row]:
+    """``index(x, [None, ..., indices, ...])`` with one tensor of indices, of integers: x's other dims, the indices' dims."""
+    position = _only_index(call.argument(1, "indices"))
+    if position is None or call.inputs[1].dtype.itemsize < 4:
+        return
+    spread = len(call.inputs[1].shape)
+    for dim in range(len(call.inputs[0].shape)):
+        if dim != position:
+            yield Row((Dim(dim), "R"), (Dim(dim if dim < position else dim - 1 + spread),))
+    for dim in range(spread):
+        yield Row(("R", Dim(dim)), (Dim(position + dim),))
+    yield from partial_rows(call, ("PR",))
+
+
+def index_put(call: Call) -> Iterator[Row]:
+    """``index_put(x, [..., indices, ...], values, accumulate)``, accumulating: the gradient of ``index``."""
+    position = _only_index(call.argument(1, "indices"))
+    x, indices, values = (m.shape for m in call.inputs[:3]) if len(call.inputs) == 3 else ((), (), ())
+    if position is None or call.inputs[1].dtype.itemsize < 4 or not call.argument(3, "accumulate", False):
+        return
+    if values != (*x[:position], *indices, *x[position + 1 :]):
+        return
+    for dim in range(len(x)):
+        if dim != position:
+            yield Row((Dim(dim), "R", Dim(dim if dim < position else dim - 1 + len(indices))), (Dim(dim),))
+    for dim in range(len(indices)):
+        yield Row(("P", Dim(dim), Dim(position + dim)), ("P",))
+    yield from partial_rows(call, ("PRP",))
+
+
+def index_select(call: Call) -> Iterator[Row]:
+    """``index_select(x, dim, indices (k,))``."""
+    indexed = call.dim_argument(1, len(call.output.shape))
+    for dim in range(len(call.output.shape)):
+        yield Row(("R", Dim(0)) if dim == indexed else (Dim(dim), "R"), (Dim(dim),))
+    yield from partial_rows(call, ("PR",))
+
+
+def _only_index(indices: tuple[object, ...]) -> int | None:
+    """The dim of the one tensor of indices; None if there are several."""
+    found = [i for i, item in enumerate(indices) if item is not None]
+    return found[0] if len(found) == 1 else None
+
+
+RULES: Mapping[str, Rule] = {
+    "aten.embedding.default": embedding,
+    "aten.embedding_dense_backward.default": embedding_backward,
+    "aten.gather.default": gather,
+    "aten.scatter.value": scatter(False),
+    "aten.scatter.src": scatter(False),
+    "aten.scatter_add.default": scatter(True),
+    "aten.index.Tensor": index,
+    "aten.index_put.default": index_put,
+    "aten.index_select.default": index_select,
+}

@@ -1,0 +1,98 @@
+"""The rule table: operator name -> rule, the builtin families and the user's own, and ``rows``, which asks it.
+
+The all-replicated row is implicit in every rule. An operator without a rule is refused by name (``MissingRuleError``):
+replicating it silently would be sound and would hide why a plan is slow, and a random operator would not even be sound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.resources
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from hap.errors import MissingRuleError, RuleError
+from hap.graph import Graph, Node
+from hap.rules import attention, indexing, matmul, normalisation, parts, pointwise, reduction, view
+from hap.rules.notation import Call, Einsum, Row, Rule, Slot, make_call, partial_rows
+
+_FAMILIES = (attention, indexing, matmul, normalisation, parts, pointwise, reduction, view)
+BUILTIN: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
+
+
+@dataclass(frozen=True)
+class UserRule:
+    """A rule from notation. ``partials``: the patterns that running the operator showed to hold (``"PR"``)."""
+
+    notation: str
+    einsum: Einsum
+    partials: tuple[str, ...]
+
+    def __call__(self, call: Call) -> Iterable[Row]:
+        if not self.einsum.matches(call):
+            shapes = ", ".join(str(m.shape) for m in call.inputs)
+            raise MissingRuleError(f"rule {self.notation!r} of {call.node.op} does not fit its call with {shapes}")
+        return (*self.einsum.rows(), *partial_rows(call, self.partials))
+
+
+@dataclass
+class RuleTable:
+    """Every rule known: the builtin ones and ``user``, operator name -> rule, which may not redefine a builtin one."""
+
+    user: dict[str, UserRule] = field(default_factory=dict)
+
+    def find(self, op: str) -> Rule | None:
+        return self.user.get(op) or BUILTIN.get(op)
+
+    def add(self, op: str, rule: UserRule) -> None:
+        if op in BUILTIN:
+            raise RuleError(f"{op} has a builtin rule")
+        self.user[op] = rule
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the text of the builtin rules and of the user's."""
+        digest = hashlib.sha256()
+        for entry in sorted(importlib.resources.files("hap.rules").iterdir(), key=lambda e: e.name):
+            if entry.name.endswith(".py"):
+                digest.update(entry.name.encode() + entry.read_bytes())
+        for op in sorted(self.user):
+            digest.update(repr((op, self.user[op].notation, self.user[op].partials)).encode())
+        return digest.hexdigest()
+
+
+DEFAULT_TABLE = RuleTable()
+
+
+def rows(node: Node, graph: Graph, table: RuleTable = DEFAULT_TABLE) -> tuple[Row, ...]:
+    """Every way to shard the call but the all-replicated one. MissingRuleError if the operator has no rule."""
+    return call_rows(make_call(node, graph), table)
+
+
+def call_rows(call: Call, table: RuleTable = DEFAULT_TABLE) -> tuple[Row, ...]:
+    """``rows`` of a call whose metas are at hand. Rows in which a boolean would be partial are dropped."""
+    node = call.node
+    rule = table.find(node.op)
+    if rule is None:
+        where = f", called in module {node.module!r}," if node.module else ""
+        raise MissingRuleError(
+            f'operator {node.op} ({node.name}){where} has no sharding rule; add one with hap.register_rule("{node.op}", ...)'
+        )
+    found = tuple(row for row in dict.fromkeys(rule(call)) if not _partial_boolean(row, call))
+    for row in found:
+        assert len(row.inputs) == len(call.inputs), f"{node.op}: {row} for {len(call.inputs)} tensors"
+        assert len(row.outputs) == len(call.outputs), f"{node.op}: {row} for {len(call.outputs)} outputs"
+    return found
+
+
+def rules_fingerprint(table: RuleTable = DEFAULT_TABLE) -> str:
+    """Changes whenever a rule does; a plan carries it."""
+    return table.fingerprint
+
+
+def _partial_boolean(row: Row, call: Call) -> bool:
+    slots: tuple[Slot | None, ...] = row.slots
+    metas = (*call.inputs, *call.outputs)
+    return any(s == "P" and m is not None and m.dtype == torch.bool for s, m in zip(slots, metas, strict=True))

@@ -2,19 +2,20 @@
 
 **Candidates.** A candidate is ``(value, dim, outer, n, unit)``: this value may be sharded so. Seeds are every dim of
 parameters, buffers and inputs, the dims that views split off, and the batch and heads of attention. A row that fits a
-candidate in one slot implies one candidate in each of its other sharded slots; the set is closed under that, forward and
-backward, by a worklist in which every candidate is looked at once.
+candidate in one slot implies one candidate in each of its other sharded slots; the set is closed under that, forward
+and backward, by a worklist in which every candidate is looked at once.
 
 **Groups.** The candidates of one fitted row must be cut alike, so they are joined (union-find); so are the dims of the
-inputs that hold the batch, and a parameter with its gradient. A group has one ``n`` and, in a plan, one vector of sizes.
+inputs that hold the batch, and a parameter with its gradient. A group has one ``n`` and, in a plan, one vector of
+sizes.
 
 **Strategies.** For a node: all replicated, then its rows without a sharded dim, then each fitted row. A strategy that
 needs a partial argument which no strategy of its producer gives is left out, as nothing is ever converted to partial.
 A parameter may be stored whole or by any of its candidates, an input whole or by its batch, the tangent, buffers and
 constants only whole.
 
-Worked by hand: ``x (8, 4)``, ``w (4, 6)``, ``mm(x, w)``. Seeds: x dim 0 (batch, 8), x dim 1 and w dim 0 (4, joined by the
-contraction), w dim 1 (6). mm has 4 strategies beside ``P`` ones: R, R -> R; m; k; n.
+Worked by hand: ``x (8, 4)``, ``w (4, 6)``, ``mm(x, w)``. Seeds: x dim 0 (batch, 8), x dim 1 and w dim 0 (4, joined by
+the contraction), w dim 1 (6). mm has 4 strategies: replicated; rows of x; columns of w; the contraction, which gives P.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def gather(call: Call) -> Iterator[Row]:
 
 
 def scatter(adds: bool) -> Rule:
-    """``scatter(x, dim, index, src | value)``: dims other than ``dim`` in which all agree. ``adds``: ``scatter_add``."""
+    """``scatter(x, dim, index, src | value)``: dims other than ``dim`` in which all agree. ``adds``: scatter_add."""
 
     def rule(call: Call) -> Iterator[Row]:
         indexed = call.dim_argument(1, len(call.output.shape))
@@ -58,7 +58,7 @@ def scatter(adds: bool) -> Rule:
 
 
 def index(call: Call) -> Iterator[Row]:
-    """``index(x, [None, ..., indices, ...])`` with one tensor of indices, of integers: x's other dims, the indices' dims."""
+    """``index(x, [None, ..., indices, ...])`` with one tensor of integers: x's other dims, the indices' dims."""
     position = _only_index(call.argument(1, "indices"))
     if position is None or call.inputs[1].dtype.itemsize < 4:
         return

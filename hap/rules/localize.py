@@ -1,4 +1,4 @@
-"""From a strategy back to the row it stands for: the soundness check of a loaded plan, and the literals it makes local."""
+"""From a strategy back to its row: the soundness check of a loaded plan, and the literals that the row makes local."""
 
 from __future__ import annotations
 

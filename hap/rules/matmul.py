@@ -1,4 +1,4 @@
-"""Rules of matrix products: letters are dims, a letter absent on the right is contracted, so its shards give partials."""
+"""Rules of matrix products: letters are dims, a letter absent on the right is contracted, so its shards give sums."""
 
 from __future__ import annotations
 

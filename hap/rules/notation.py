@@ -6,17 +6,17 @@ A *row* is one way to shard one operator call over one mesh axis. It has one *sl
 ``"R"``  every rank holds the whole tensor; ``"P"``  the tensor is the sum over ranks of what they hold;
 ``Dim(dim, outer, unit)``  every rank holds a range of the row's atoms along ``dim``.
 
-A sharded dim of size ``o * n * u`` is read as ``o x n x u`` and a rank holds a range of ``n`` (``hap.placement``). A row
-has one *base atom* ``(o, n, u)``, all whole; slot ``Dim(d, outer=a, unit=b)`` means that its tensor's dim ``d`` is sharded
-as ``(a*o, n, b*u)``. The row applies to a base atom when in every ``Dim`` slot ``a*o`` and ``b*u`` are whole and
-``a*o * n * b*u`` is the dim's size. Examples:
+A sharded dim of size ``o * n * u`` is read as ``o x n x u`` and a rank holds a range of ``n`` (``hap.placement``). A
+row has one *base atom* ``(o, n, u)``, all whole; slot ``Dim(d, outer=a, unit=b)`` means that its tensor's dim ``d`` is
+sharded as ``(a*o, n, b*u)``. The row applies to a base atom when in every ``Dim`` slot ``a*o`` and ``b*u`` are whole
+and ``a*o * n * b*u`` is the dim's size. Examples:
 
-* splitting a fused dim in three: input ``Dim(1, outer=3)``, outputs ``Dim(1)``: (3, 6, 8) of 144 becomes (1, 6, 8) of 48;
-* ``view`` of (8, 10, 48) as (80, 48): input ``Dim(0)``, output ``Dim(0, unit=10)``: (1, 8, 1) of 8 becomes (1, 8, 10).
+* splitting a fused dim in three: input ``Dim(1, outer=3)``, outputs ``Dim(1)``: (3, 6, 8) of 144 gives (1, 6, 8) of 48;
+* ``view`` of (8, 10, 48) as (80, 48): input ``Dim(0)``, output ``Dim(0, unit=10)``: (1, 8, 1) of 8 gives (1, 8, 10).
 
-*Edits* name the literals that become local: ``Shape(arg, output)`` replaces a size list by the local shape of an output,
-``Scale(arg)`` replaces a number (or each of a list) that counts whole atoms, ``k * n``, by ``k * sizes[rank]``. ``arg`` is
-a position in ``args`` or a key of ``kwargs``.
+*Edits* name the literals that become local: ``Shape(arg, output)`` replaces a size list by the local shape of an
+output, ``Scale(arg)`` replaces a number (or each of a list) that counts whole atoms, ``k * n``, by ``k * sizes[rank]``.
+``arg`` is a position in ``args`` or a key of ``kwargs``.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Atom(NamedTuple):
 
 
 def scale_atom(slot: Dim, base: Atom, size: int) -> Atom | None:
-    """The atom that ``base`` means in ``slot`` of a dim of ``size``; None if it is not whole or does not fill the dim."""
+    """The atom that ``base`` means in ``slot``, a dim of ``size``; None if it is not whole or does not fill the dim."""
     outer, unit = slot.outer * base.outer, slot.unit * base.unit
     if outer.denominator != 1 or unit.denominator != 1 or outer * base.n * unit != size:
         return None
@@ -170,6 +170,11 @@ def partial_rows(call: Call, patterns: Iterable[str]) -> Iterator[Row]:
         yield Row(tuple("P" if c == "P" else "R" for c in pattern), outputs)  # type: ignore[arg-type]
 
 
+def whole_slots(count: int) -> tuple[Slot, ...]:
+    """That many whole tensors."""
+    return tuple("R" for _ in range(count))
+
+
 def one_partial(count: int) -> tuple[str, ...]:
     """Patterns of an operator that is linear in each argument while the others are whole: PRR, RPR, RRP."""
     return tuple("R" * i + "P" + "R" * (count - i - 1) for i in range(count))
@@ -230,15 +235,14 @@ def parse_einsum(notation: str) -> Einsum:
     return Einsum(inputs, outputs)
 
 
-def einsum(notation: str, *, linear: bool = True) -> Rule:
-    """A rule from notation. ``linear``: the operator is linear in each argument, so one partial argument passes through."""
+def einsum(notation: str) -> Rule:
+    """The rule of an operator that is linear in each argument, so that one partial argument passes through."""
     parsed = parse_einsum(notation)
 
     def rule(call: Call) -> Iterator[Row]:
         assert parsed.matches(call), f"{call.node.op} {call.inputs} is not {notation}"
         yield from parsed.rows()
-        if linear:
-            yield from partial_rows(call, one_partial(len(call.inputs)))
+        yield from partial_rows(call, one_partial(len(call.inputs)))
 
     return rule
 

@@ -1,9 +1,9 @@
 """Rules of operators that cut a dim into parts or join parts: split, cat, slice, select, stack, pad.
 
-Along the cut dim a row exists where the cuts fall on whole blocks: with g the greatest common divisor of every cut and of
-the size, the dim is ``size/g`` blocks of g, a part of p elements is ``p/g`` blocks, and an atom inside the block (its
-``outer`` a multiple of the number of blocks) is carried along. So a fused QKV of 144 split in three has blocks of 48:
-(3, 6, 8) becomes (1, 6, 8) in each part. The other dims follow. Everything here is linear, so partial passes through.
+Along the cut dim a row exists where the cuts fall on whole blocks: with g the greatest common divisor of every cut and
+of the size, the dim is ``size/g`` blocks of g, a part of p elements is ``p/g`` blocks, and an atom inside the block
+(its ``outer`` a multiple of the number of blocks) is carried along. So a fused QKV of 144 split in three has blocks of
+48: (3, 6, 8) becomes (1, 6, 8) in each part. The other dims follow. All are linear, so partial passes through.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def split_sizes(call: Call) -> Iterator[Row]:
 
 
 def split(call: Call) -> Iterator[Row]:
-    """``split(x, size, dim)`` and ``chunk``: the cut dim stays whole, as a share of zero would give one part, not many."""
+    """``split(x, size, dim)``: the cut dim stays whole, as a share of zero would give one part and not many."""
     yield from _follow(call, call.dim_argument(2, len(call.inputs[0].shape)))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from hap.rules.notation import Call, Dim, Row, Rule, Shape, Slot, one_partial, partial_rows
+from hap.rules.notation import Call, Dim, Row, Rule, Shape, Slot, one_partial, partial_rows, whole_slots
 
 Partials = Callable[[Call], tuple[str, ...]]
 
@@ -77,7 +77,7 @@ def _aligned(call: Call, position: int, dim: int) -> Slot:
 
 
 def like(value: float | None) -> Rule:
-    """``zeros_like`` and its kin: any dim follows; what the argument holds does not matter. ``value`` None: not known."""
+    """``zeros_like`` and its kin: any dim follows, whatever the argument holds. ``value`` None: not known."""
 
     def rule(call: Call) -> Iterator[Row]:
         for dim in range(len(call.output.shape)):
@@ -124,7 +124,7 @@ def whole(call: Call) -> tuple[Row, ...]:
 def _filled(call: Call, value: float, size_position: int) -> Iterator[Row]:
     where = call.find(size_position, "size")
     assert where is not None, f"{call.node.op} without a size"
-    inputs: tuple[Slot, ...] = ("R",) * len(call.inputs)
+    inputs = whole_slots(len(call.inputs))
     for dim, size in enumerate(call.output.shape):
         if size > 1:
             yield Row(inputs, (Dim(dim),), (Shape(where, 0),))
@@ -133,18 +133,18 @@ def _filled(call: Call, value: float, size_position: int) -> Iterator[Row]:
 
 
 _NONLINEAR = """
-    abs.default acos.default asin.default atan.default atan2.default ceil.default clamp.default clamp.Tensor
-    clamp_max.default clamp_min.default cos.default cosh.default elu.default eq.Scalar eq.Tensor erf.default erfc.default
-    exp.default exp2.default expm1.default floor.default floor_divide.default fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor
-    gelu.default gt.Scalar gt.Tensor hardsigmoid.default hardswish.default hardtanh.default isfinite.default isinf.default
-    isnan.default le.Scalar le.Tensor leaky_relu.default log.default log10.default log1p.default log2.default
-    logaddexp.default logical_and.default logical_not.default logical_or.default
-    logical_xor.default lt.Scalar lt.Tensor maximum.default minimum.default mish.default ne.Scalar ne.Tensor
-    pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal.default relu.default remainder.Scalar remainder.Tensor
-    round.default rsqrt.default sigmoid.default sign.default silu.default sin.default sinh.default softplus.default
-    sqrt.default tan.default tanh.default trunc.default bitwise_and.Tensor bitwise_and.Scalar bitwise_not.default
-    bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor div.Tensor_mode div.Scalar_mode rsub.Scalar
-    addcdiv.default
+    abs.default acos.default addcdiv.default asin.default atan.default atan2.default bitwise_and.Scalar
+    bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor ceil.default
+    clamp.Tensor clamp.default clamp_max.default clamp_min.default cos.default cosh.default div.Scalar_mode
+    div.Tensor_mode elu.default eq.Scalar eq.Tensor erf.default erfc.default exp.default exp2.default expm1.default
+    floor.default floor_divide.default fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor gelu.default gt.Scalar gt.Tensor
+    hardsigmoid.default hardswish.default hardtanh.default isfinite.default isinf.default isnan.default le.Scalar
+    le.Tensor leaky_relu.default log.default log10.default log1p.default log2.default logaddexp.default
+    logical_and.default logical_not.default logical_or.default logical_xor.default lt.Scalar lt.Tensor maximum.default
+    minimum.default mish.default ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal.default
+    relu.default remainder.Scalar remainder.Tensor round.default rsqrt.default rsub.Scalar sigmoid.default
+    sign.default silu.default sin.default sinh.default softplus.default sqrt.default tan.default tanh.default
+    trunc.default
 """
 
 _BACKWARD = """

@@ -42,14 +42,14 @@ def reduction(dims: Dims = listed_dims, *, sums: bool = False, partials: Partial
                 place = dim if keeps else dim - sum(1 for r in reduced if r < dim)
                 yield Row((Dim(dim),), tuple(None if o is None else Dim(place) for o in call.outputs))
             elif sums:
-                yield Row((Dim(dim),), ("P",) * len(call.outputs))
+                yield Row((Dim(dim),), ("P",))
         yield from partial_rows(call, partials(call))
 
     return rule
 
 
 def along(position: int = 1, *, default: int = 0, partials: Partials = never) -> Rule:
-    """Operators that need all of one dim (the argument at ``position``) and keep every tensor's shape: scans, softmax."""
+    """Operators that need all of one dim (the argument at ``position``) and keep every shape: scans, softmax."""
 
     def rule(call: Call) -> Iterator[Row]:
         ndim = len(call.output.shape)

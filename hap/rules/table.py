@@ -78,7 +78,8 @@ def call_rows(call: Call, table: RuleTable = DEFAULT_TABLE) -> tuple[Row, ...]:
     if rule is None:
         where = f", called in module {node.module!r}," if node.module else ""
         raise MissingRuleError(
-            f'operator {node.op} ({node.name}){where} has no sharding rule; add one with hap.register_rule("{node.op}", ...)'
+            f"operator {node.op} ({node.name}){where} has no sharding rule; "
+            f'add one with hap.register_rule("{node.op}", ...)'
         )
     found = tuple(row for row in dict.fromkeys(rule(call)) if not _partial_boolean(row, call))
     for row in found:

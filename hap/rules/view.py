@@ -1,9 +1,9 @@
 """Rules of operators that rearrange dims without touching elements: view, permutations, squeeze, expand.
 
 **Views.** With L the product of the sizes before a dim and R after it, the element ``(o, i, u)`` of a sharded dim has
-its atom at flat position ``(l*outer + o, i, u*R + r)``: in the flat index the atom is ``(L*outer, n, unit*R)``. In a dim of
-the output with its own L' and R' the same atom is ``(L*outer/L', n, unit*R/R')``, if that is whole and fills the dim.
-So a view has one row per pair of an input dim and an output dim, with the two ratios as scales.
+its atom at flat position ``(l*outer + o, i, u*R + r)``: in the flat index the atom is ``(L*outer, n, unit*R)``. In a
+dim of the output with its own L' and R' the same atom is ``(L*outer/L', n, unit*R/R')``, if that is whole and fills
+the dim. So a view has one row per pair of an input dim and an output dim, with the two ratios as scales.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def plan_command(
     )
     if out is not None:
         _write(out, plan.to_json())
-    print(plan.to_json() if as_json else summarize(plan), end="" if as_json else "\n")
+    print(plan.to_json() if as_json else summarize(plan, spec), end="" if as_json else "\n")
 
 
 @app.command()

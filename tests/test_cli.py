@@ -151,7 +151,7 @@ class TestHuggingFace:
     def test_a_config_file_that_is_none(self, tmp_path: Path, content: str) -> None:
         config = tmp_path / "config.json"
         config.write_text(content)
-        with pytest.raises(HapError, match="config.json"):
+        with pytest.raises(HapError, match=r"config\.json"):
             build_hugging_face(str(config), batch=1)
 
     def test_longer_than_its_positions(self) -> None:

@@ -39,7 +39,7 @@ hosts:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what ships: a build in the checkout would leave a build/ whose old files leak into wheels."""
+    """Built from a copy of what ships: a build in the checkout leaves a build/ whose old files leak into wheels."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for room in ROOMS:
         shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))

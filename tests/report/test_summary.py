@@ -1,0 +1,157 @@
+"""What a reader is told about a plan, on a plan made by hand."""
+
+import pytest
+
+from hap.cluster import ClusterSpec
+from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance
+from hap.report.summary import COPIED, GATHERED, SPLIT, batch_group, parameter_uses, summarize
+from hap.report.words import counted, listed, percent, quantity, seconds, table
+
+CLUSTER = """
+name: pair
+backend: gloo
+hosts:
+  - name: box
+    devices:
+      - {name: fast, tflops: {float32: 2}, memory: 16MB, memory_bandwidth: 10GB/s}
+      - {name: slow, tflops: {float32: 1}, memory: 1MB, memory_bandwidth: 5GB/s}
+    link: {bandwidth: 1GB/s, latency: 50us}
+"""
+
+
+def conversion(value: str, source: str, target: str, collective: str, nbytes: int) -> Conversion:
+    return Conversion.model_validate(
+        {
+            "value": value,
+            "source": source,
+            "target": target,
+            "phase": "forward",
+            "collective": collective,
+            "decomposition": "",
+            "nbytes": nbytes,
+        }
+    )
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """A batch of 8 dealt 6 + 2; one parameter copied, two layers' weights gathered, one pair of shards used as such."""
+    row, column = "S(0:1x8x4@rows)", "S(1:1x4x2@heads)"
+    return Plan(
+        provenance=Provenance(
+            model="toy",
+            model_fingerprint="m",
+            parameters=1000,
+            cluster="pair",
+            cluster_fingerprint="c",
+            world_size=2,
+            backend="gloo",
+            rules_fingerprint="r",
+            hap_version="0",
+            torch_version="2",
+            optimizer="adamw",
+        ),
+        groups={
+            "batch": GroupPlan(n=8, label="batch of 8", sizes=(6, 2)),
+            "rows": GroupPlan(n=8, label="rows", sizes=(5, 3)),
+            "heads": GroupPlan(n=4, label="4 heads", sizes=(3, 1)),
+        },
+        strategies={
+            "i_args_0": "-> S(0:1x8x1@batch)",
+            "p_norm_weight": "-> R",
+            "p_h_0_mlp_weight": f"-> {row}",
+            "p_h_1_mlp_weight": f"-> {row}",
+            "p_h_0_attn_weight": f"-> {column}",
+            "mm_1": f"S(0:1x8x1@batch), R -> {'S(0:1x8x1@batch)'}",
+        },
+        conversions=(
+            conversion("p_h_0_mlp_weight", row, "R", "all_gather", 1500),
+            conversion("p_h_1_mlp_weight", row, "R", "all_gather", 1500),
+            conversion("mm_1", "P", "R", "all_reduce", 64),
+            conversion("mm_1", "R", "S(0:1x8x1@batch)", "slice", 64),
+        ),
+        predicted=Prediction(
+            step_s=0.012,
+            compute_s=(0.009, 0.0085),
+            communication_s=0.003,
+            memory_bytes=(5_000_000, 950_000),
+            memory_by_kind=({"parameters": 2500}, {"parameters": 1500}),
+            lower_bound_s=0.0108,
+            tight="memory of box/slow#0",
+        ),
+        devices=("box/fast#0", "box/slow#0"),
+    )
+
+
+def test_words_come_from_placements(plan: Plan) -> None:
+    assert [(u.pattern, u.words) for u in parameter_uses(plan)] == [
+        ("norm_weight", COPIED),
+        ("h.*_mlp_weight", GATHERED),
+        ("h.*_mlp_weight", GATHERED),
+        ("h.*_attn_weight", SPLIT),
+    ]
+
+
+def test_the_batch_is_the_group_of_the_inputs(plan: Plan) -> None:
+    assert batch_group(plan) == "batch"
+    replicated = plan.model_copy(update={"strategies": {**plan.strategies, "i_args_0": "-> R"}})
+    assert batch_group(replicated) is None
+    sliced = (*plan.conversions, conversion("i_args_0", "R", "S(0:1x8x1@batch)", "slice", 8))
+    assert batch_group(replicated.model_copy(update={"conversions": sliced})) == "batch"
+
+
+def test_the_whole_summary(plan: Plan) -> None:
+    assert summarize(plan, ClusterSpec.from_yaml(CLUSTER)).splitlines() == [
+        "toy: 1 k parameters, adamw, on 2 devices of cluster 'pair' (gloo)",
+        "predicted step: 12 ms; no plan can take less than 10.8 ms (proved, gap 10.0%)",
+        "",
+        "rank  device       batch  computes    parameters  memory",
+        "   0  box/fast#0  6 of 8      9 ms  2.5 kB (62%)  5 MB of 16 MB",
+        "   1  box/slow#0  2 of 8    8.5 ms  1.5 kB (38%)  950 kB of 1 MB",
+        "",
+        "* data parallel: batch of 8 dealt 6 + 2",
+        "* 2 parameters sharded, gathered for use (as ZeRO and FSDP do): h.*_mlp_weight",
+        "* 1 parameter a copy on every rank: norm_weight",
+        "* 1 parameter used in shards (tensor parallel): h.*_attn_weight",
+        "*   4 heads dealt 3 + 1",
+        "* box/fast#0, the fastest device, takes 75% of the batch",
+        "* box/slow#0 is full: 95% of its memory",
+        "",
+        "collectives a step: 2 all_gather (3 kB), 1 all_reduce (64 B)",
+        "time: 9 ms of compute on the busiest rank, 3 ms of communication",
+        "what limits it: memory of box/slow#0",
+    ]
+
+
+def test_without_a_proof_no_gap_is_printed(plan: Plan) -> None:
+    unproved = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_s": None})})
+    text = summarize(unproved)
+    assert "proved" not in text and "gap" not in text
+
+
+def test_a_device_left_out_is_named(plan: Plan) -> None:
+    groups = {**plan.groups, "batch": GroupPlan(n=8, label="batch of 8", sizes=(8, 0))}
+    text = summarize(plan.model_copy(update={"groups": groups}))
+    assert "box/slow#0 gets no part of the batch" in text
+
+
+def test_quantities() -> None:
+    assert [seconds(s) for s in (0, 2.5e-8, 8.52e-5, 0.4123, 1.374, 4000)] == [
+        "0 s",
+        "25 ns",
+        "85.2 us",
+        "412 ms",
+        "1.37 s",
+        "4000 s",
+    ]
+    assert [quantity(q, "B") for q in (0, 7, 12_000, 3_290_000, 64e9)] == ["0 B", "7 B", "12 kB", "3.29 MB", "64 GB"]
+    assert quantity(3_290_000) == "3.29 M" and quantity(7) == "7"
+    assert percent(1, 3) == "33%" and percent(1, 0) == "-"
+
+
+def test_lists_and_tables() -> None:
+    assert listed(["a"]) == "a"
+    assert listed(["a", "b", "c"]) == "a, b and c"
+    assert listed(["a", "b", "c"], limit=2) == "a, b and 1 more"
+    assert counted(1, "layer") == "1 layer" and counted(2, "layer") == "2 layers"
+    assert table([["a", "bb"], ["ccc", "d"]], right=(1,)) == ["a    bb", "ccc   d"]

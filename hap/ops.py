@@ -25,6 +25,12 @@ def resolve(op: str) -> Callable[..., Any]:
         return _OWN[op]
     try:
         namespace, name, overload = op.split(".")
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        return found
     except (AttributeError, ValueError):
         raise ProgramError(f"operator {op} does not exist in torch {torch.__version__}") from None
+
+
+def takes_device(op: str) -> bool:
+    """Whether the operator has a ``device`` keyword: capture drops it, and whoever runs the graph gives its own."""
+    return op not in _OWN and any(a.name == "device" for a in resolve(op)._schema.arguments)  # type: ignore[attr-defined]

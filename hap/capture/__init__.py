@@ -1,1 +1,78 @@
-"""See ARCHITECTURE.md."""
+"""Capture: a ``torch.nn.Module`` with a loss -> the ``Graph`` of its whole training step.
+
+    graph = capture(model, {"input_ids": ids, "labels": ids})
+    graph = capture(model, x, loss_fn=torch.nn.functional.mse_loss, example_targets=y)
+
+The step is traced on fake tensors, so the model may sit on any device, ``meta`` included, and nothing is allocated.
+Shapes are those of the examples and are global: they are the whole batch of one step. Only the loss, the gradients
+and the buffers that the forward pass changes survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hap.capture.blame import blame
+from hap.capture.cleanup import clean
+from hap.capture.convert import to_graph
+from hap.capture.decompose import decompositions
+from hap.capture.inputs import input_paths, step_inputs
+from hap.capture.interpret import interpret, source_values
+from hap.capture.state import model_state
+from hap.capture.step import Step, copy_with
+from hap.capture.torch_private import Fakes, trace_joint
+from hap.errors import CaptureError
+from hap.graph import Graph, verify_graph
+
+__all__ = ["capture", "input_paths", "interpret", "source_values"]
+
+
+def capture(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    example_targets: Any = None,
+    name: str = "",
+) -> Graph:
+    """Capture one training step of ``model``.
+
+    ``example_inputs``: a tensor, a tuple or list of positionals, a mapping of keywords, or ``((args...), {kwargs})``;
+    real, fake or on ``meta``; only shapes and dtypes matter. What is not a tensor is a constant of the capture.
+    The loss is ``loss_fn(output, *example_targets)`` if given, else ``output.loss``, ``output["loss"]``, the output
+    itself or its first element: a scalar. The model is not changed and none of its tensors is read.
+
+    CaptureError, one line, when the step is not one static graph: values decide what runs, there is no scalar loss, an
+    operator has no graph form, or the user's code raises; the message names the user's line and module.
+    """
+    name = name or type(model).__name__
+    if example_targets is not None and loss_fn is None:
+        raise CaptureError("example_targets needs a loss_fn to receive them")
+    inputs = step_inputs(example_inputs, example_targets)
+    state = model_state(model)
+    fakes = Fakes()
+    parameters = {n: fakes.parameter(p) for n, p in state.parameters.items()}
+    buffers = {n: fakes.tensor(b) for n, b in state.buffers.items()}
+    originals = [*state.parameters.values(), *state.buffers.values()]
+    copied = copy_with(model, dict(zip(map(id, originals), [*parameters.values(), *buffers.values()], strict=True)))
+    step = Step(copied, parameters, buffers, inputs, loss_fn)
+    try:
+        trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
+    except CaptureError:
+        raise
+    except Exception as e:
+        raise blame(e, name, step.failed_module(e)) from e
+    graph = to_graph(
+        trace,
+        name=name,
+        parameters=tuple(parameters),
+        buffers=tuple(buffers),
+        inputs=[path for path, _ in inputs.named],
+        tied=state.tied,
+    )
+    graph = clean(graph)
+    verify_graph(graph)
+    return graph

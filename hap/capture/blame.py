@@ -1,0 +1,49 @@
+"""Where in the user's code a capture failed, in one line."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+
+import torch
+
+from hap.errors import CaptureError
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
+_DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+
+
+def blame(error: Exception, subject: str, module: str) -> CaptureError:
+    """The CaptureError to raise ``from error``: what went wrong, the user's source line, the module that ran it."""
+    where = _place(error, module)
+    if type(error).__name__ in _DATA_DEPENDENT:
+        return CaptureError(
+            f"cannot capture {subject}: data-dependent control flow {where}: the program may not depend on the values "
+            "in a tensor; use torch.where or a mask, or move it out of the model"
+        )
+    what = " ".join(str(error).split()) or "no message"
+    return CaptureError(f"cannot capture {subject}: {type(error).__name__} {where}: {what[:300]}")
+
+
+def _place(error: Exception, module: str) -> str:
+    frame = guilty_frame(error)
+    inside = f"in module {module!r}" if module else "in the root module"
+    return inside if frame is None else f"at {frame.filename}:{frame.lineno}: `{frame.line}` {inside}"
+
+
+def guilty_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The deepest frame of the error (or of what caused it) that is neither torch's, nor Python's, nor capture's."""
+    found = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(os.path.abspath(f.filename))]
+    if found:
+        return found[-1]
+    cause = error.__cause__ or error.__context__
+    return guilty_frame(cause) if cause is not None else None
+
+
+def _is_users(filename: str) -> bool:
+    if filename.startswith((_TORCH, _OURS)) or os.path.basename(filename).startswith("<frozen"):
+        return False
+    return not filename.startswith(_STDLIB) or "site-packages" in filename or "dist-packages" in filename

@@ -1,0 +1,170 @@
+"""A traced joint graph as plain data: torch.fx nodes with fake tensors in, a ``Graph`` out.
+
+Nothing is simplified here beyond what the language has no word for: ``getitem`` becomes ``Value(node, index)``, lists
+become tuples, devices and layouts go, and keyword arguments that only repeat the schema's default go.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hap.capture.names import Names
+from hap.capture.step import MODULE_KEY
+from hap.capture.torch_private import JointTrace, OpOverload, Role, is_fake
+from hap.errors import CaptureError
+from hap.graph import Graph, Node, TensorMeta, Value, values_in
+
+_LARGEST_CONSTANT = 1 << 20  # elements; the graph is hashed, compared and printed
+_NEUTRAL_FORMATS = (torch.contiguous_format, torch.preserve_format)
+_STRIDED = ("aten.as_strided", "aten.as_strided_scatter", "aten.as_strided_copy", "aten.set_")
+
+
+def to_graph(
+    trace: JointTrace,
+    *,
+    name: str,
+    parameters: Sequence[str],
+    buffers: Sequence[str],
+    inputs: Sequence[str],
+    tied: Mapping[str, str],
+) -> Graph:
+    """The trace as a ``Graph``; the sequences give the user's name for each placeholder's index."""
+    targets: dict[str, Sequence[str]] = {"parameter": parameters, "buffer": buffers, "input": inputs, "tangent": ("",)}
+    converter = _Converter(trace.module)
+    for fx_node, role in _in_source_order(trace.placeholders):
+        converter.add_source(fx_node, role.kind, targets[role.kind][role.index])
+    for fx_node in trace.module.graph.nodes:
+        if fx_node.op == "get_attr":
+            converter.add_constant(fx_node)
+        elif fx_node.op == "call_function":
+            converter.add_call(fx_node)
+    gradients, updates = {}, {}
+    for fx_node, role in trace.outputs:
+        value = converter.values[fx_node]
+        if role.kind == "loss":
+            loss = value
+        elif role.kind == "gradient":
+            gradients[parameters[role.index]] = value
+        else:
+            updates[buffers[role.index]] = value
+    return Graph(name, tuple(converter.nodes), loss, gradients, updates, dict(tied), converter.constants)
+
+
+def _in_source_order(placeholders: Sequence[tuple[Any, Role]]) -> list[tuple[Any, Role]]:
+    kinds = ("parameter", "buffer", "input", "tangent")
+    return sorted(placeholders, key=lambda found: (kinds.index(found[1].kind), found[1].index))
+
+
+class _Converter:
+    """One pass over the fx nodes; ``values`` maps each fx node to the value that stands for it."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.module = module
+        self.names = Names()
+        self.nodes: list[Node] = []
+        self.values: dict[Any, Value] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self._by_content: dict[str, Value] = {}
+        self._backward: set[str] = set()
+        self._modules: dict[str, str] = {}
+
+    def add_source(self, fx_node: Any, kind: str, target: str) -> None:
+        node = Node(self.names.source(kind, target), kind, outputs=(_meta(fx_node.meta["val"]),), target=target)
+        if kind == "tangent":
+            node = Node(node.name, kind, outputs=node.outputs, phase="backward")
+            self._backward.add(node.name)
+        self._append(fx_node, node)
+
+    def add_constant(self, fx_node: Any) -> None:
+        """Equal tensors become one constant."""
+        tensor = operator.attrgetter(fx_node.target)(self.module)
+        _check_constant(tensor)
+        content = tensor.detach().cpu().contiguous()
+        key = hashlib.sha256(repr((content.dtype, content.shape, content.tolist())).encode()).hexdigest()
+        if key not in self._by_content:
+            target = f"constant_{len(self.constants)}"
+            self.constants[target] = content.clone()
+            name = self.names.source("constant", target)
+            self._append(fx_node, Node(name, "constant", outputs=(_meta(content),), target=target))
+            self._by_content[key] = self.values[fx_node]
+        self.values[fx_node] = self._by_content[key]
+
+    def add_call(self, fx_node: Any) -> None:
+        if fx_node.target is operator.getitem:
+            source, index = fx_node.args
+            self.values[fx_node] = Value(self.values[source].node, index)
+            return
+        op, module = fx_node.target, fx_node.meta.get("custom", {}).get(MODULE_KEY, "")
+        if not isinstance(op, OpOverload):
+            raise CaptureError(f"module {module!r} calls {op}, which is no plain operator: HAP cannot shard it")
+        name = f"{op.namespace}.{op._schema.name.split('::')[1]}.{op._overloadname}"
+        if name.rpartition(".")[0] in _STRIDED:
+            raise CaptureError(
+                f"module {module!r} calls {name}, whose result depends on memory layout: use view or slices"
+            )
+        args = tuple(self._argument(a) for a in fx_node.args)
+        kwargs = self._keywords(op, fx_node.kwargs)
+        inputs = tuple(values_in((args, tuple(v for _, v in kwargs))))
+        backward = any(v.node in self._backward for v in inputs)
+        if backward and not module:  # autograd's additions of gradients have no forward call
+            module = self._modules.get(inputs[0].node, "")
+        outputs = fx_node.meta["val"]
+        outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+        node = Node(
+            self.names.operator(name),
+            name,
+            args,
+            kwargs,
+            tuple(_meta(o) for o in outputs),
+            "backward" if backward else "forward",
+            module,
+        )
+        if backward:
+            self._backward.add(node.name)
+        self._append(fx_node, node)
+
+    def _append(self, fx_node: Any, node: Node) -> None:
+        self.nodes.append(node)
+        self._modules[node.name] = node.module
+        self.values[fx_node] = Value(node.name)
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            return self.values[argument]
+        if isinstance(argument, (tuple, list)):
+            return tuple(self._argument(a) for a in argument)
+        return argument
+
+    def _keywords(self, op: OpOverload, kwargs: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+        kept = []
+        for key, value in kwargs.items():
+            if key in ("device", "pin_memory") or (key == "layout" and value in (None, torch.strided)):
+                continue
+            if key == "memory_format" and value in _NEUTRAL_FORMATS:
+                continue
+            if not isinstance(value, torch.fx.Node) and key in defaults and _same_literal(value, defaults[key]):
+                continue
+            kept.append((key, self._argument(value)))
+        return tuple(kept)
+
+
+def _same_literal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def _meta(value: Any) -> TensorMeta | None:
+    return TensorMeta(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def _check_constant(tensor: torch.Tensor) -> None:
+    shape = tuple(tensor.shape)
+    if is_fake(tensor) or tensor.device.type == "meta":
+        raise CaptureError(f"a tensor of shape {shape} that the model keeps has no data: register it as a buffer")
+    if tensor.numel() > _LARGEST_CONSTANT:
+        raise CaptureError(f"a tensor of shape {shape} is built into the program: register it as a buffer")

@@ -1,0 +1,83 @@
+"""Which composite operators are taken apart at capture, so that each piece has an exact sharding rule.
+
+An operator that adds a bias to a product would add it once per partial sum; one that divides by a count would divide by
+the local count. After decomposition the division is by a literal (a global constant) or by a sum that is itself sharded.
+Layer norm, softmax, attention, embedding and gelu stay whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hap.capture.torch_private import OpOverload, get_decompositions
+
+aten = torch.ops.aten
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_TORCHS = (  # losses with a mean inside, and their backwards
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.binary_cross_entropy_with_logits,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+)
+
+
+def decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    """Operator overload -> what to trace instead."""
+    table: dict[OpOverload, Callable[..., Any]] = dict(get_decompositions(_TORCHS))
+    table[aten.addmm.default] = _addmm
+    table[aten.addmv.default] = _addmv
+    table[aten.baddbmm.default] = _baddbmm
+    table[aten.mean.default] = _mean
+    table[aten.mean.dim] = _mean_dim
+    return table
+
+
+def _scaled_sum(bias: torch.Tensor, product: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:  # torch then ignores the bias, NaN included
+        return product
+    return product + (bias if beta == 1 else bias * beta)
+
+
+def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    return _scaled_sum(bias, torch.mm(a, b), beta, alpha)
+
+
+def _addmv(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    return _scaled_sum(bias, torch.mv(a, b), beta, alpha)
+
+
+def _baddbmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return _scaled_sum(bias, torch.bmm(a, b), beta, alpha)
+
+
+def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _mean_dim(x, None, dtype=dtype)
+
+
+def _mean_dim(
+    x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Sum over a literal count; in float32 where the dtype is narrower, as torch's own kernel does."""
+    dims = list(range(x.dim())) if not dim else list(dim)
+    count = math.prod(x.shape[d] for d in dims)
+    result = dtype or x.dtype
+    total = torch.sum(x, dims, keepdim, dtype=torch.float32 if result in _LOW_PRECISION else result)
+    return (total / count).to(result)

@@ -1,0 +1,128 @@
+"""The module that is traced: the user's model on fake tensors, called with the example inputs, returning its loss.
+
+The copy is made with ``copy.deepcopy`` whose memo already holds a fake tensor for every parameter and buffer, so no
+weight is allocated or touched, and a model on ``meta`` or on a GPU gives the same copy as one on the CPU. The copy's
+tensors are handed to it by ``torch.func.functional_call``: tied weights are then one tensor, and autograd adds their
+gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import nn
+
+from hap.capture.inputs import StepInputs
+from hap.errors import CaptureError
+
+MODULE_KEY = "hap_module"  # under node.meta["custom"]
+
+
+class Step(nn.Module):
+    """``parameters`` and ``buffers`` are the fake tensors, by the user's names; they are registered as p0.., b0..."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, torch.Tensor],
+        inputs: StepInputs,
+        loss_fn: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__()
+        self.unregistered = (model,)  # a tuple, so that its parameters are not this module's too
+        self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
+        self.inputs, self.loss_fn = inputs, loss_fn
+        self.failed: tuple[Exception, str] | None = None
+        for i, parameter in enumerate(parameters.values()):
+            self.register_parameter(f"p{i}", parameter)
+        for i, buffer in enumerate(buffers.values()):
+            self.register_buffer(f"b{i}", buffer)
+        for name, module in model.named_modules():
+            self._follow(name, module)
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        call = self.inputs.rebuild(tensors)
+        state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
+        buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
+        state.update(buffers)
+        output = torch.func.functional_call(self.unregistered[0], state, call.args, dict(call.kwargs))
+        for name, buffer in buffers.items():
+            _write_back(name, buffer, state[name])
+        return find_loss(output, self.loss_fn, call.targets)
+
+    def failed_module(self, error: Exception) -> str:
+        """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""
+        return self.failed[1] if self.failed is not None and self.failed[0] is error else ""
+
+    def _follow(self, name: str, module: nn.Module) -> None:
+        """Mark what ``module.forward`` calls with its name, and remember the name if it raises."""
+        forward = module.forward
+
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with torch.fx.traceback.annotate({MODULE_KEY: name}):
+                    return forward(*args, **kwargs)
+            except Exception as e:
+                if self.failed is None or self.failed[0] is not e:
+                    self.failed = (e, name)
+                raise
+
+        module.forward = followed
+
+
+def find_loss(output: Any, loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> torch.Tensor:
+    """``loss_fn(output, *targets)``, else the output's ``loss``, the output itself, or the first of a tuple.
+
+    CaptureError unless it is a scalar floating-point tensor that depends on a trainable parameter.
+    """
+    loss = loss_fn(output, *targets) if loss_fn is not None else _own_loss(output)
+    if not isinstance(loss, torch.Tensor):
+        what = "the loss_fn" if loss_fn is not None else f"the model (which returns a {type(output).__name__})"
+        remedy = "return a scalar tensor" if loss_fn is not None else "pass labels to the model, or a loss_fn"
+        raise CaptureError(f"no loss in what {what} returns: {remedy}")
+    if loss.dim() != 0:
+        raise CaptureError(
+            f"the loss must be a scalar, and has shape {tuple(loss.shape)}: reduce it, or pass a loss_fn"
+        )
+    if not loss.dtype.is_floating_point:
+        raise CaptureError(f"the loss must be floating-point, and is {loss.dtype}")
+    if not loss.requires_grad:
+        raise CaptureError("the loss depends on no trainable parameter")
+    return loss
+
+
+def _own_loss(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    return output[0] if isinstance(output, (tuple, list)) and output else None
+
+
+def _write_back(name: str, buffer: torch.Tensor, new: torch.Tensor) -> None:
+    """A module may assign a buffer (``self.count = self.count + 1``) instead of changing it in place."""
+    if new is buffer:
+        return
+    if new.shape != buffer.shape or new.dtype != buffer.dtype:
+        raise CaptureError(f"the forward pass replaces buffer {name} by a tensor of another shape or dtype")
+    buffer.copy_(new)
+
+
+def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.Module:
+    """A deep copy of ``model`` in which the tensors whose ``id`` is a key are replaced. CaptureError if it has no copy."""
+    memo: dict[int, Any] = dict(replacements)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor):  # neither parameter nor buffer: a constant of the program
+                memo[id(value)] = value.detach().cpu() if value.device.type != "meta" else value
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as e:
+        raise CaptureError(f"the model cannot be copied for capture: {type(e).__name__}: {e}") from e

@@ -1,0 +1,134 @@
+"""The only door to torch's private modules. What it needs of them, and what breaks when they move:
+
+- ``FakeTensorMode``: tensors without storage. Always fake *CPU* tensors: on ``meta`` AOTAutograd silently drops
+  gradients, on fake ``cuda`` a CPU-only build dies.
+- ``aot_export_joint_with_descriptors``: the joint graph, with descriptors that say which placeholder is which parameter
+  and which output is whose gradient.
+- ``_is_exporting_flag``, ``_is_compiling_flag``: libraries (Hugging Face's masks) ask them before they look at values.
+- ``TracingContext``: tells AOTAutograd which fake mode the arguments belong to.
+- ``get_decompositions``: torch's decompositions, as Python functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._decomp import get_decompositions
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+from hap.errors import CaptureError
+
+__all__ = ["Fakes", "JointTrace", "OpOverload", "Role", "get_decompositions", "is_fake", "trace_joint"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a placeholder is, or what an output belongs to. ``index`` counts within its kind, in registration order."""
+
+    kind: Literal["parameter", "buffer", "input", "tangent", "loss", "gradient", "update"]
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class JointTrace:
+    """The joint graph: ``module.graph`` with a role for each placeholder and each (not None) output."""
+
+    module: torch.fx.GraphModule
+    placeholders: tuple[tuple[torch.fx.Node, Role], ...]
+    outputs: tuple[tuple[torch.fx.Node, Role], ...]
+
+
+class Fakes:
+    """Makes the fake tensors of one capture: contiguous, on the CPU, without storage."""
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+
+    def parameter(self, like: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(self.tensor(like), requires_grad=like.requires_grad)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def trace_joint(
+    step: nn.Module,
+    inputs: Sequence[torch.Tensor],
+    fakes: Fakes,
+    decompositions: Mapping[OpOverload, Callable[..., Any]],
+) -> JointTrace:
+    """Trace forward and backward of ``step(*inputs)``, which returns the loss. What the step raises comes through."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_export_flags())
+        stack.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.enter_context(tracing(TracingContext(fakes.mode)))
+        joint = aot_export_joint_with_descriptors(stack, step, tuple(inputs), decompositions=dict(decompositions))
+        module = joint.graph_module
+    nodes = list(module.graph.nodes)
+    placeholders = tuple((n, _input_role(n.meta["desc"])) for n in nodes if n.op == "placeholder")
+    (output,) = (n for n in nodes if n.op == "output")
+    described = zip(output.args[0], output.meta["desc"], strict=True)
+    return JointTrace(module, placeholders, tuple((n, _output_role(d)) for n, d in described if n is not None))
+
+
+@contextlib.contextmanager
+def _export_flags() -> Iterator[None]:
+    names = ("_is_exporting_flag", "_is_compiling_flag")
+    before = {name: getattr(torch.compiler, name) for name in names}
+    try:
+        for name in names:
+            setattr(torch.compiler, name, True)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(torch.compiler, name, value)
+
+
+def _input_role(descriptor: Any) -> Role:
+    match descriptor:
+        case ParamAOTInput(target=target):
+            return Role("parameter", int(target[1:]))
+        case BufferAOTInput(target=target):
+            return Role("buffer", int(target[1:]))
+        case PlainAOTInput(idx=index):
+            return Role("input", index)
+        case TangentAOTInput(output=PlainAOTOutput(idx=0)):
+            return Role("tangent")
+    raise CaptureError(f"the program needs an input that HAP does not know: {descriptor}")
+
+
+def _output_role(descriptor: Any) -> Role:
+    match descriptor:
+        case PlainAOTOutput(idx=0):
+            return Role("loss")
+        case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
+            return Role("gradient", int(target[1:]))
+        case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
+            return Role("update", int(target[1:]))
+        case InputMutationAOTOutput():
+            raise CaptureError("the model changes one of its inputs or parameters in place: clone it first")
+    raise CaptureError(f"the program has an output that HAP does not know: {descriptor}")

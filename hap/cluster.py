@@ -151,8 +151,8 @@ class ClusterSpec(Frozen):
         return None if spec is None else Rates(spec.duplex.up_bytes_per_s, spec.duplex.down_bytes_per_s)
 
     def link(self, src: int, dst: int) -> Link:
-        """From rank ``src`` to another rank ``dst``. Between hosts: the least of src's up, dst's down and the pair's own
-        link, with that link's latency or else the larger of the two hosts' latencies."""
+        """From rank ``src`` to another rank ``dst``. Between hosts: the least of src's up, dst's down and the pair's link,
+        with that link's latency or else the larger of the two hosts' latencies."""
         assert src != dst, "a rank has no link to itself"
         a, b = (self._by_name[self.devices[r].host] for r in (src, dst))
         if a is b:
@@ -188,7 +188,7 @@ class ClusterSpec(Frozen):
         everyone = range(self.world_size)
         ranks = {h.name: tuple(r for r in everyone if self.devices[r].host == h.name) for h in self.hosts}
         for host in self.hosts:
-            mine, inside, network = ranks[host.name], host.inside, host.network and host.network.duplex
+            mine, inside = ranks[host.name], host.inside
             for rank in mine if inside is not None and len(mine) > 1 else ():
                 assert inside is not None
                 peers, name = tuple(r for r in mine if r != rank), self.devices[rank].name
@@ -196,7 +196,8 @@ class ClusterSpec(Frozen):
                 yield Port(f"{name} in", inside.down_bytes_per_s, peers, (rank,))
             others = tuple(r for r in everyone if r not in mine)
             if others:
-                assert network is not None
+                assert host.network is not None
+                network = host.network.duplex
                 yield Port(f"{host.name} network up", network.up_bytes_per_s, mine, others)
                 yield Port(f"{host.name} network down", network.down_bytes_per_s, others, mine)
         for path in self.links:
@@ -211,7 +212,9 @@ class ClusterSpec(Frozen):
             "name": self.name,
             "backend": self.backend,
             "devices": [dataclasses.astuple(d) for d in self.devices],
-            "hosts": [(h.name, h.inside, h.network and h.network.duplex, h.price_per_hour) for h in self.hosts],
+            "hosts": [
+                (h.name, h.inside, h.network.duplex if h.network else None, h.price_per_hour) for h in self.hosts
+            ],
             "links": sorted((p.source, p.target, str(p.bandwidth), str(p.latency)) for p in self.links),
         }
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
@@ -271,5 +274,5 @@ def _explain(error: Any, body: Mapping[str, Any]) -> str:
             shape = "a list" if kind == "tuple_type" else f"keys and values ({', '.join(known)})"
             return f"{where}expected {shape}, not {error['input']!r}"
         case "string_pattern_mismatch":
-            return f"{where}must be letters, digits, '-', '_' and '.', starting with one of the first two: {error['input']!r}"
+            return f"{where}must be letters, digits, '-', '_', '.' and begin with a letter or digit: {error['input']!r}"
     return f"{where}{error['msg'][0].lower()}{error['msg'][1:]}, not {error['input']!r}"

@@ -20,7 +20,7 @@ DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row. ``tflops`` maps a dtype of ``DTYPES`` to TFLOP/s; ``link`` is "nvlink", "xgmi", "pcie" or "" (unknown)."""
+    """One row. ``tflops`` maps a dtype of ``DTYPES`` to TFLOP/s; ``link`` is nvlink, xgmi, pcie or "" (unknown)."""
 
     name: str
     tflops: Mapping[str, float] = field(hash=False)

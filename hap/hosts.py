@@ -1,4 +1,4 @@
-"""One host of a cluster description: its devices, the link inside it, its network. See ``hap.cluster`` for the format."""
+"""One host of a cluster description: its devices, the link inside it, its network. ``hap.cluster`` shows the format."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -100,13 +101,23 @@ def measure_loopback(world_size: int, repeats: int = 10) -> Link:
     return Link((world_size - 1) * elements * 4 / float(seconds[1]), float(seconds[0]))
 
 
+def usable_cores() -> float:
+    """What this process may use: its CPU affinity, and a container's quota (Linux, cgroup v2) if that is less."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.is_file():
+        limit, period = quota.read_text().split()
+        cores = cores if limit == "max" else min(cores, int(limit) / int(period))
+    return cores
+
+
 def slowdowns(cluster: ClusterSpec, cores: float | None = None) -> tuple[float, ...]:
     """By rank; see the module docstring. ClusterError if a device does not give its float32 rate."""
     for device in cluster.devices:
         if "float32" not in device.tflops:
             raise ClusterError(f"{device.name}: emulation needs its float32 TFLOP/s")
     rates = [device.tflops["float32"] for device in cluster.devices]
-    cores = float(os.cpu_count() or 1) if cores is None else cores
+    cores = usable_cores() if cores is None else cores
     fastest = max(1.0, sum(rates) / max(rates) / (LOAD * cores))
     return tuple(fastest * max(rates) / rate for rate in rates)
 

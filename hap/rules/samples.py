@@ -1,0 +1,105 @@
+"""Random arguments on which an operator can be run to prove its rules: float64, and integers that index safely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hap.rules.notation import Call
+
+_INTEGERS_BELOW = 4  # where an integer indexes nothing
+
+_POSITIVE = (  # operators that are real only on positive numbers
+    "aten.log.default",
+    "aten.log2.default",
+    "aten.log10.default",
+    "aten.log1p.default",
+    "aten.sqrt.default",
+    "aten.rsqrt.default",
+    "aten.pow.Tensor_Scalar",
+    "aten.pow.Tensor_Tensor",
+    "aten.acos.default",
+    "aten.asin.default",
+)
+
+
+def _size_at_dim(position: int) -> Callable[[Call], int]:
+    def bound(call: Call) -> int:
+        shape = call.inputs[0].shape
+        return shape[call.dim_argument(position, len(shape))]
+
+    return bound
+
+
+def _indexed_size(call: Call) -> int:
+    indices = call.argument(1, "indices")
+    return min(size for size, item in zip(call.inputs[0].shape, indices, strict=False) if item is not None)
+
+
+_INDEX_BOUNDS: Mapping[str, Callable[[Call], int]] = {
+    "aten.embedding.default": lambda call: call.inputs[0].shape[0],
+    "aten.embedding_dense_backward.default": lambda call: int(call.argument(2, "num_weights")),
+    "aten.gather.default": _size_at_dim(1),
+    "aten.scatter.value": _size_at_dim(1),
+    "aten.scatter.src": _size_at_dim(1),
+    "aten.scatter_add.default": _size_at_dim(1),
+    "aten.index_select.default": _size_at_dim(1),
+    "aten.index.Tensor": _indexed_size,
+    "aten.index_put.default": _indexed_size,
+}
+
+
+def sample_inputs(call: Call, generator: torch.Generator) -> list[torch.Tensor]:
+    """One tensor per tensor argument, in the global shape; floating point as float64."""
+    bound = _INDEX_BOUNDS.get(call.node.op, lambda _: _INTEGERS_BELOW)(call)
+    sampled = []
+    for meta in call.inputs:
+        if meta.dtype == torch.bool:
+            x = torch.rand(meta.shape, generator=generator) < 0.5
+        elif meta.dtype.is_floating_point:
+            x = torch.randn(meta.shape, generator=generator, dtype=torch.float64)
+            if call.node.op in _POSITIVE:
+                x = x.abs() / (1 + x.abs()) + 0.01
+        else:
+            x = torch.randint(0, bound, meta.shape, generator=generator, dtype=meta.dtype)
+        sampled.append(x)
+    return sampled
+
+
+def split_sum(whole: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """``count`` random tensors whose sum is ``whole``."""
+    if whole.dtype.is_floating_point:
+        parts = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(count - 1)]
+    else:
+        parts = [torch.randint(-3, 4, whole.shape, generator=generator, dtype=whole.dtype) for _ in range(count - 1)]
+    return [*parts, whole - sum(parts, torch.zeros_like(whole))]
+
+
+def size_vectors(n: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Uneven ways to deal n atoms: decreasing shares, everything on one rank, and a rank in the middle with none."""
+    weights = [2 ** (world_size - rank) + 1 for rank in range(world_size)]
+    uneven = _deal(n, weights)
+    one = tuple(n if rank == 1 % world_size else 0 for rank in range(world_size))
+    gap = _deal(n, [0 if rank == world_size // 2 else weight for rank, weight in enumerate(reversed(weights))])
+    return tuple(dict.fromkeys((uneven, one, gap)))
+
+
+def _deal(n: int, weights: list[int]) -> tuple[int, ...]:
+    """n in proportion to ``weights``, cut at the rounded running totals."""
+    total, running, cuts = sum(weights), 0, [0]
+    for weight in weights:
+        running += weight
+        cuts.append(round(n * running / total))
+    return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+
+
+def in_float64(literal: Any) -> Any:
+    """A literal argument with every floating dtype replaced by float64, to go with the sampled tensors."""
+    if isinstance(literal, torch.dtype):
+        return torch.float64 if literal.is_floating_point else literal
+    if isinstance(literal, tuple):
+        items = [in_float64(item) for item in literal]
+        return type(literal)(*items) if hasattr(literal, "_fields") else tuple(items)
+    return literal

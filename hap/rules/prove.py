@@ -1,16 +1,17 @@
 """Proof of strategies by running the operator: what the pieces give, put together, is what the whole gives.
 
-For every strategy the whole arguments are dealt to ranks as its input placements say, in several uneven ways that include
-a rank with nothing and a rank with everything; a partial argument is dealt as random parts that sum to it. Each rank's
-call runs with its localised literals, and its outputs must be the piece (``Shard``), the whole (``Replicate``) or, summed
-over ranks, the whole (``Partial``). Uneven pieces are what refutes wrong rules: with even ones a mean of means is right.
+For every strategy the whole arguments are dealt to ranks as its input placements say, in several uneven ways that
+include a rank with nothing and a rank with everything; a partial argument is dealt as random parts that sum to it. Each
+rank's call runs with its localised literals, and its outputs must be the piece (``Shard``), the whole (``Replicate``)
+or, summed over ranks, the whole (``Partial``). Uneven pieces are what refutes wrong rules: with even ones a mean of
+means is right.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -49,15 +50,15 @@ class Proof:
     world_size: int = 3
     seed: int = 0
     isolated: bool = False
-    table: RuleTable = DEFAULT_TABLE
+    table: RuleTable = field(default_factory=lambda: DEFAULT_TABLE)
 
 
-def prove_node(node: Node, strategies: Sequence[Strategy], graph: Graph, proof: Proof = Proof()) -> list[Verdict]:  # noqa: B008
+def prove_node(node: Node, strategies: Sequence[Strategy], graph: Graph, proof: Proof = Proof()) -> list[Verdict]:
     """One verdict for each of ``strategies`` of ``node``."""
     return prove_call(make_call(node, graph), strategies, proof)
 
 
-def prove_call(call: Call, strategies: Sequence[Strategy], proof: Proof = Proof()) -> list[Verdict]:  # noqa: B008
+def prove_call(call: Call, strategies: Sequence[Strategy], proof: Proof = Proof()) -> list[Verdict]:
     """``prove_node`` of an operator call whose metas are at hand."""
     metas = [m for m in (*call.inputs, *call.outputs) if m is not None]
     elements = sum(m.numel for m in metas)
@@ -69,7 +70,7 @@ def prove_call(call: Call, strategies: Sequence[Strategy], proof: Proof = Proof(
     return [_prove(call, strategy, proof) for strategy in strategies]
 
 
-def prove_graph(choices: Choices, proof: Proof = Proof()) -> list[Verdict]:  # noqa: B008
+def prove_graph(choices: Choices, proof: Proof = Proof()) -> list[Verdict]:
     """Every strategy of every distinct operator call, each once however often it repeats."""
     return [v for call, strategies in distinct_calls(choices) for v in prove_call(call, strategies, proof)]
 
@@ -143,7 +144,9 @@ def _deal_input(
     return [x] * world_size
 
 
-def _run(op: Callable[..., Any], arguments: Any, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...], rank: int) -> Any:
+def _run(
+    op: Callable[..., Any], arguments: Any, inputs: Sequence[torch.Tensor], sizes: tuple[int, ...], rank: int
+) -> Any:
     """The call with its values replaced by ``inputs`` in order and its local sizes by rank's."""
     remaining = iter(inputs)
 

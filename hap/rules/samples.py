@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -92,7 +93,7 @@ def _deal(n: int, weights: list[int]) -> tuple[int, ...]:
     for weight in weights:
         running += weight
         cuts.append(round(n * running / total))
-    return tuple(b - a for a, b in zip(cuts, cuts[1:], strict=False))
+    return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
 def in_float64(literal: Any) -> Any:

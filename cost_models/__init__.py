@@ -1,1 +1,48 @@
-"""See ARCHITECTURE.md."""
+"""What a plan costs: seconds of operators and collectives, bytes of memory, and the evaluation of a whole choice.
+
+``work`` counts what an operator does, ``compute`` turns that into seconds on a device, ``collective`` gives seconds on
+the cluster's links, ``memory`` follows the live bytes, ``evaluate`` puts them together.
+"""
+
+from hap.cost_models.collective import (
+    CollectiveForm,
+    best_decomposition,
+    collective_coefficients,
+    collective_seconds,
+    decompositions,
+)
+from hap.cost_models.compute import (
+    ComputeModel,
+    node_coefficients,
+    node_seconds,
+    parts_coefficients,
+    parts_seconds,
+    split_work,
+)
+from hap.cost_models.evaluate import ConversionCost, Evaluation, evaluate, update_seconds
+from hap.cost_models.memory import MemoryUse, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.work import Work, node_work
+
+__all__ = [
+    "CollectiveForm",
+    "ComputeModel",
+    "ConversionCost",
+    "Evaluation",
+    "MemoryUse",
+    "Work",
+    "best_decomposition",
+    "collective_coefficients",
+    "collective_seconds",
+    "decompositions",
+    "evaluate",
+    "memory_use",
+    "node_coefficients",
+    "node_seconds",
+    "node_work",
+    "optimizer_state_bytes",
+    "parts_coefficients",
+    "parts_seconds",
+    "split_work",
+    "update_seconds",
+    "usable_bytes",
+]

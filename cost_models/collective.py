@@ -1,0 +1,328 @@
+"""Seconds of one conversion on the cluster's links, for uneven shards.
+
+N ranks, a value of B bytes, shares rho (source) and sigma (target) summing to 1, ports k of ``hap.fabric`` with rate
+b_k, senders S_k and receivers R_k. Everything is ``constant + sum over stages of the slowest row``; a row is affine in
+the shares, so the same ``CollectiveForm`` gives seconds to a plan and linear constraints to the ratio LP.
+
+    all_gather      all_to_all      every rank sends its shard to each peer: port k carries B |R_k| rho(S_k)
+                    padded          ring of shards padded to the largest: N-1 steps of B max(rho) bytes
+                    broadcast       a broadcast per owner, grouped: NCCL pipelines them round the ring, where the edge
+                                    into rank j carries all but j's own shard; Gloo sends each down a binomial tree
+    all_reduce      ring            2(N-1) steps of B/N bytes
+    reduce_scatter  all_to_all_sum  every rank sends each peer its piece, each sums: B |S_k| sigma(R_k)
+                    padded          ring, N-1 steps of B max(sigma); on Gloo an all-reduce of the padded buffer, 2(N-1)
+    all_to_all      direct          rank i sends rank j the overlap of their ranges when both shard the same dim, else
+                                    rho_i sigma_j B
+    slice           local           no traffic; a copy of B sigma_i bytes
+
+A ring goes through the ranks in order, so each host's network carries one flow each way. Latencies: one message after
+another for a rank that talks to all (N-1 of them), one per ring step. NCCL picks a tree where that has less latency.
+Beside the links, packing and joining pieces is a stage limited by memory bandwidth. Sources: collectives.md sections
+3.1 (alpha-beta), 3.4 (what Gloo and NCCL do), 3.6 (measured); the lower bounds of 3.5 are met by all_to_all on a star.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.fabric import Array, Fabric
+from hap.placement import GroupSizes, Placement, Shard
+from hap.plan import Collective
+
+CALL_S = {"nccl": 6.6e-6, "gloo": 50e-6}  # NCCL src/graph/tuning.cc, ring LL base latency; Gloo assumed
+# Gloo posts all sends of an all-to-all at once and the streams collide: measured 1.50, 1.08, 1.05 times the bound for
+# even, 5:5:1:1 and 1:1:5:5 shares (collectives.md 3.6), 1.2 in the geometric mean.
+GLOO_ALL_TO_ALL_EFFICIENCY = 1 / 1.2
+GLOO_BROADCAST_EFFICIENCY = 0.5  # same table: trees are not pipelined, 567 ms where the busiest link needs 262
+COPY_EFFICIENCY = 0.8  # of memory bandwidth, assumed
+
+_DECOMPOSITIONS: Mapping[tuple[Collective, str], tuple[str, ...]] = {
+    ("all_gather", "nccl"): ("all_to_all", "padded", "broadcast"),
+    ("all_gather", "gloo"): ("all_to_all", "padded"),  # broadcast was never the fastest there (3.6)
+    ("all_reduce", "nccl"): ("ring",),
+    ("all_reduce", "gloo"): ("ring",),
+    ("reduce_scatter", "nccl"): ("all_to_all_sum", "padded"),
+    ("reduce_scatter", "gloo"): ("all_to_all_sum", "padded"),
+    ("all_to_all", "nccl"): ("direct",),
+    ("all_to_all", "gloo"): ("direct",),
+    ("slice", "nccl"): ("local",),
+    ("slice", "gloo"): ("local",),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """Rows that run side by side: seconds = max over rows of (constant + by_source @ rho + by_target @ sigma).
+
+    ``names`` (K,) says what each row is: a port, or a rank's device. ``constant`` (K,) seconds; ``by_source`` and
+    ``by_target`` (K, N) seconds per unit of share.
+    """
+
+    names: tuple[str, ...]
+    constant: Array
+    by_source: Array
+    by_target: Array
+
+    def rows(self, source: Array, target: Array) -> Array:
+        result: Array = self.constant + self.by_source @ source + self.by_target @ target
+        return result
+
+    def seconds(self, source: Array, target: Array) -> float:
+        return float(self.rows(source, target).max(initial=0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveForm:
+    """``constant_s`` plus the stages one after another. ``source`` and ``target`` are shares (N,); where a placement is
+    not a shard its argument is ignored (its coefficients are zero)."""
+
+    constant_s: float
+    stages: tuple[Stage, ...]
+
+    def seconds(self, source: Array, target: Array) -> float:
+        return self.constant_s + sum(stage.seconds(source, target) for stage in self.stages)
+
+
+def decompositions(kind: Collective, backend: str) -> tuple[str, ...]:
+    """The ways to perform a collective that are worth asking about on a backend; the first is the plainest."""
+    return _DECOMPOSITIONS[kind, backend]
+
+
+def best_decomposition(
+    kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes, cluster: ClusterSpec
+) -> tuple[str, float]:
+    """``(decomposition, seconds)`` of the fastest; the first of equals."""
+    timed = [
+        (name, collective_seconds(kind, name, nbytes, source, target, sizes, cluster))
+        for name in decompositions(kind, cluster.backend)
+    ]
+    return min(timed, key=lambda t: t[1])
+
+
+def collective_seconds(
+    kind: Collective,
+    decomposition: str,
+    nbytes: int,
+    source: Placement,
+    target: Placement,
+    sizes: GroupSizes,
+    cluster: ClusterSpec,
+) -> float:
+    """Seconds to turn a value of ``nbytes`` (whole) from ``source`` into ``target``."""
+    form = collective_coefficients(kind, decomposition, nbytes, source, target, cluster, sizes=sizes)
+    return form.seconds(shares(source, sizes, cluster.world_size), shares(target, sizes, cluster.world_size))
+
+
+def collective_coefficients(
+    kind: Collective,
+    decomposition: str,
+    nbytes: int,
+    source: Placement,
+    target: Placement,
+    cluster: ClusterSpec,
+    *,
+    sizes: GroupSizes | None = None,
+) -> CollectiveForm:
+    """The seconds as a function of the shares.
+
+    Exact for every decomposition but ``direct``, whose traffic is no affine function of the shares: without ``sizes``
+    its rows are an upper bound (as if no rank kept anything), with ``sizes`` they are scaled to be exact there.
+    """
+    problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
+    if kind == "slice":
+        return _slice(problem)
+    if cluster.world_size == 1:
+        return CollectiveForm(0.0, ())
+    return _FORMS[kind, decomposition](problem)
+
+
+def shares(placement: Placement, sizes: GroupSizes, world_size: int) -> Array:
+    """Each rank's fraction of the value (N,): ones where it is not sharded."""
+    if not isinstance(placement, Shard):
+        return np.ones(world_size)
+    return np.array(sizes[placement.group], dtype=np.float64) / placement.n
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    cluster: ClusterSpec
+    fabric: Fabric
+    nbytes: float
+    source: Placement
+    target: Placement
+    sizes: GroupSizes | None
+
+    @property
+    def n(self) -> int:
+        return self.fabric.world_size
+
+    @property
+    def is_gloo(self) -> bool:
+        return self.cluster.backend == "gloo"
+
+    def network(
+        self,
+        *,
+        constant: Array | None = None,
+        by_source: Array | None = None,
+        by_target: Array | None = None,
+        efficiency: float = 1.0,
+    ) -> Stage:
+        """A stage with one row per port from the *bytes* it carries."""
+        k, per_byte = len(self.fabric.ports), 1.0 / (self.fabric.rates * efficiency)
+        return Stage(
+            tuple(p.name for p in self.fabric.ports),
+            (np.zeros(k) if constant is None else constant) * per_byte,
+            (np.zeros((k, self.n)) if by_source is None else by_source) * per_byte[:, None],
+            (np.zeros((k, self.n)) if by_target is None else by_target) * per_byte[:, None],
+        )
+
+    def by_rank(
+        self, *, constant: Array | float = 0.0, source: Array | float = 0.0, target: Array | float = 0.0
+    ) -> Stage:
+        """A stage with one row per rank, each depending on its own shares only: seconds and seconds per share."""
+        zeros = np.zeros(self.n)
+        names = tuple(d.name for d in self.cluster.devices)
+        return Stage(names, zeros + constant, np.diag(zeros + source), np.diag(zeros + target))
+
+    @property
+    def copy_s(self) -> Array:
+        """Seconds for each rank to read and write the whole value once in its own memory."""
+        bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
+        seconds: Array = 2.0 * self.nbytes / (COPY_EFFICIENCY * bandwidth)
+        return seconds
+
+    @property
+    def exchange_latency_s(self) -> float:
+        """Every rank sends to every other, one message after another."""
+        return CALL_S[self.cluster.backend] + float(self.fabric.latency_s.sum(axis=1).max())
+
+    @property
+    def all_to_all_efficiency(self) -> float:
+        return GLOO_ALL_TO_ALL_EFFICIENCY if self.is_gloo else 1.0
+
+    @property
+    def edges(self) -> Array:
+        """(K, N): port k is crossed by the ring's edge from rank i to its successor."""
+        edges: Array = self.fabric.senders * np.roll(self.fabric.receivers, -1, axis=1)
+        return edges
+
+    def ring_latency_s(self, steps: int) -> float:
+        after = np.roll(np.arange(self.n), -1)
+        return CALL_S[self.cluster.backend] + steps * float(self.fabric.latency_s[np.arange(self.n), after].max())
+
+    @property
+    def ring_s_per_byte(self) -> float:
+        """Seconds of one step in which every rank sends one byte to its successor."""
+        return float((self.edges.sum(axis=1) / self.fabric.rates).max())
+
+
+def _slice(p: _Problem) -> CollectiveForm:
+    launch = np.array([d.launch_s for d in p.cluster.devices])
+    return CollectiveForm(0.0, (p.by_rank(constant=launch, target=p.copy_s),))
+
+
+def _gather_exchange(p: _Problem) -> CollectiveForm:
+    carried = p.nbytes * p.fabric.senders * p.fabric.receivers.sum(axis=1)[:, None]
+    stage = p.network(by_source=carried, efficiency=p.all_to_all_efficiency)
+    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s)))
+
+
+def _gather_padded(p: _Problem) -> CollectiveForm:
+    steps = p.n - 1
+    stage = p.by_rank(source=steps * p.nbytes * p.ring_s_per_byte)
+    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s)))
+
+
+def _gather_broadcast(p: _Problem) -> CollectiveForm:
+    if p.is_gloo:
+        depth = math.ceil(math.log2(p.n))
+        stage = p.network(by_source=p.nbytes * _trees(p), efficiency=GLOO_BROADCAST_EFFICIENCY)
+        latency = p.n * CALL_S["gloo"] + depth * float(p.fabric.latency_s.max())
+        return CollectiveForm(latency, (stage, p.by_rank(constant=p.copy_s)))
+    edges = p.nbytes * p.edges
+    stage = p.network(constant=edges.sum(axis=1), by_source=-np.roll(edges, 1, axis=1))
+    return CollectiveForm(p.ring_latency_s(p.n - 1), (stage, p.by_rank(constant=p.copy_s)))
+
+
+def _trees(p: _Problem) -> Array:
+    """(K, N): how often port k is crossed when rank i's bytes go down the binomial tree from i."""
+    carried = np.zeros_like(p.fabric.senders)
+    for root in range(p.n):
+        reach = 1
+        while reach < p.n:
+            for holder in range(min(reach, p.n - reach)):
+                src, dst = (root + holder) % p.n, (root + holder + reach) % p.n
+                carried[:, root] += p.fabric.senders[:, src] * p.fabric.receivers[:, dst]
+            reach *= 2
+    return carried
+
+
+def _reduce_ring(p: _Problem) -> CollectiveForm:
+    steps = 2 * (p.n - 1)
+    latency = p.ring_latency_s(steps)
+    if not p.is_gloo:
+        depth = 2 * math.ceil(math.log2(p.n))
+        latency = min(latency, CALL_S["nccl"] + depth * float(p.fabric.latency_s.max()))
+    seconds = steps * (p.nbytes / p.n) * p.ring_s_per_byte
+    return CollectiveForm(latency + seconds, ())
+
+
+def _scatter_exchange(p: _Problem) -> CollectiveForm:
+    carried = p.nbytes * p.fabric.receivers * p.fabric.senders.sum(axis=1)[:, None]
+    stage = p.network(by_target=carried, efficiency=p.all_to_all_efficiency)
+    summing = p.copy_s * (p.n + 1) / 2  # N pieces read, one written
+    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s, target=summing)))
+
+
+def _scatter_padded(p: _Problem) -> CollectiveForm:
+    steps = (2 if p.is_gloo else 1) * (p.n - 1)
+    stage = p.by_rank(target=steps * p.nbytes * p.ring_s_per_byte)
+    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s)))
+
+
+def _direct(p: _Problem) -> CollectiveForm:
+    """Port k carries at most rho(S_k) B and at most sigma(R_k) B; the row uses the smaller of the two sets."""
+    sends_less = p.fabric.senders.sum(axis=1) <= p.fabric.receivers.sum(axis=1)
+    by_source = p.nbytes * p.fabric.senders * sends_less[:, None]
+    by_target = p.nbytes * p.fabric.receivers * ~sends_less[:, None]
+    if p.sizes is not None:
+        source, target = (shares(placement, p.sizes, p.n) for placement in (p.source, p.target))
+        bound = by_source @ source + by_target @ target
+        pieces = p.nbytes * overlaps(p.source, p.target, source, target)
+        carried = ((p.fabric.senders @ pieces) * p.fabric.receivers).sum(axis=1)
+        exact = np.divide(carried, bound, out=np.ones_like(bound), where=bound > 0)
+        by_source, by_target = by_source * exact[:, None], by_target * exact[:, None]
+    stage = p.network(by_source=by_source, by_target=by_target, efficiency=p.all_to_all_efficiency)
+    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(source=p.copy_s, target=p.copy_s)))
+
+
+def overlaps(source: Placement, target: Placement, rho: Array, sigma: Array) -> Array:
+    """(N, N): the fraction of the value that rank i holds and rank j wants.
+
+    Two shards of one dim with the same outer factor are ranges of the same index, and overlap as ranges do. Any other
+    two are taken as independent, which is exact for two different dims.
+    """
+    assert isinstance(source, Shard) and isinstance(target, Shard)
+    if source.dim != target.dim or source.outer != target.outer:
+        return np.outer(rho, sigma)
+    have, want = np.cumsum(rho), np.cumsum(sigma)
+    low = np.maximum.outer(have - rho, want - sigma)
+    high = np.minimum.outer(have, want)
+    return np.maximum(high - low, 0.0)
+
+
+_FORMS: Mapping[tuple[Collective, str], Callable[[_Problem], CollectiveForm]] = {
+    ("all_gather", "all_to_all"): _gather_exchange,
+    ("all_gather", "padded"): _gather_padded,
+    ("all_gather", "broadcast"): _gather_broadcast,
+    ("all_reduce", "ring"): _reduce_ring,
+    ("reduce_scatter", "all_to_all_sum"): _scatter_exchange,
+    ("reduce_scatter", "padded"): _scatter_padded,
+    ("all_to_all", "direct"): _direct,
+}

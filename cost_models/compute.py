@@ -1,0 +1,213 @@
+"""Seconds of one operator call on one device (a roofline with a launch).
+
+    seconds = launch + max(share * flops / (efficiency * peak),
+                           (fixed bytes + share * sharded bytes) / (efficiency * bandwidth))
+
+``share`` is the rank's fraction of the dimension group that the strategy shards: one mesh axis, hence one group. All
+arithmetic and the bytes of sharded slots scale with it; the bytes of replicated and partial slots do not (a matmul
+with a replicated weight reads all of it, however few rows it has). A strategy without a shard does the whole call on
+every rank. A rank whose share is zero does nothing if every output is sharded; a partial output it must still fill.
+
+The efficiencies are the fractions of the data sheet that real kernels reach. They are assumed until calibrated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from hap.cost_models.work import OpClass, Work, node_work
+from hap.errors import ClusterError
+from hap.fabric import Array
+from hap.graph import Graph, Node
+from hap.hosts import Device
+from hap.placement import GroupSizes, Shard
+from hap.plan import Strategy
+
+# Matmul: the best shape reaches 0.7 to 0.9 of the data sheet on H100, A100, MI300X (stas00/ml-engineering, MAMF), a
+# training step's shapes less. The others: assumed.
+_COMPUTE_EFFICIENCY: Mapping[OpClass, float] = {
+    "matmul": 0.6,
+    "attention": 0.4,
+    "conv": 0.5,
+    "elementwise": 0.8,
+    "reduction": 0.8,
+    "index": 0.8,
+    "view": 1.0,
+}
+_MEMORY_EFFICIENCY: Mapping[OpClass, float] = {
+    "matmul": 0.8,
+    "attention": 0.8,
+    "conv": 0.8,
+    "elementwise": 0.8,
+    "reduction": 0.7,
+    "index": 0.5,
+    "view": 1.0,
+}
+# Where a device does not list a dtype: what runs instead, and how fast relative to it. float64 at half of float32 is
+# right for CPUs and optimistic for consumer cards, which the catalogue lists; 16-bit types without
+# hardware run as float32.
+_STAND_IN = {"float64": ("float32", 0.5), "bfloat16": ("float32", 1.0), "float16": ("float32", 1.0)}
+_DTYPE_NAME = {torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True)
+class ComputeModel:
+    """Fractions of peak arithmetic and of memory bandwidth by op class. ``tf32``: float32 matmuls, attention and
+    convolutions run on tensor cores where the device has them (``torch.set_float32_matmul_precision("high")``)."""
+
+    compute_efficiency: Mapping[OpClass, float] = field(default_factory=lambda: dict(_COMPUTE_EFFICIENCY))
+    memory_efficiency: Mapping[OpClass, float] = field(default_factory=lambda: dict(_MEMORY_EFFICIENCY))
+    tf32: bool = False
+
+    def flops_per_s(self, device: Device, kind: OpClass, dtype: torch.dtype) -> float:
+        """Reachable FLOP/s. ClusterError if the device lists neither the dtype nor its stand-in."""
+        tf32 = self.tf32 and kind in ("matmul", "attention", "conv")
+        return self.compute_efficiency[kind] * peak_flops_per_s(device, dtype, tf32=tf32)
+
+    def bytes_per_s(self, device: Device, kind: OpClass) -> float:
+        return self.memory_efficiency[kind] * device.memory_bandwidth_bytes_per_s
+
+
+DEFAULT_MODEL = ComputeModel()
+
+
+def peak_flops_per_s(device: Device, dtype: torch.dtype, *, tf32: bool = False) -> float:
+    """The device's listed rate for a dtype; integers, booleans and 8-bit floats count as float32."""
+    name = _DTYPE_NAME.get(dtype, "float32")
+    if name == "float32" and tf32 and "tf32" in device.tflops:
+        name = "tf32"
+    if name in device.tflops:
+        return device.tflops[name] * 1e12
+    stand_in, factor = _STAND_IN.get(name, (name, 1.0))
+    if stand_in not in device.tflops:
+        listed = ", ".join(device.tflops)
+        raise ClusterError(
+            f"device {device.name} lists no tflops for {name} (only {listed}); add {stand_in} to its tflops"
+        )
+    return device.tflops[stand_in] * 1e12 * factor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A call under a strategy, split into what every rank does and what is dealt out by ``group`` (None: nothing)."""
+
+    op_class: OpClass
+    dtype: torch.dtype
+    group: str | None
+    n: int
+    fixed_flops: float
+    shared_flops: float
+    fixed_bytes: int
+    shared_bytes: int
+    idle_when_empty: bool  # a rank with no share launches nothing
+
+
+def split_work(work: Work, strategy: Strategy) -> Parts:
+    """How a strategy divides the work. Input and output slots correspond to ``work.read`` and ``work.written``."""
+    assert len(strategy.inputs) == len(work.read) and len(strategy.outputs) == len(work.written), "slots do not match"
+    slots = [*zip(strategy.inputs, work.read, strict=True), *zip(strategy.outputs, work.written, strict=True)]
+    shard = next((p for p, _ in slots if isinstance(p, Shard)), None)
+    shared = sum(nbytes for p, nbytes in slots if isinstance(p, Shard))
+    fixed = sum(nbytes for p, nbytes in slots if not isinstance(p, Shard))
+    if shard is None:
+        return Parts(work.op_class, work.dtype, None, 1, work.flops, 0.0, fixed + work.fetched_bytes, 0, False)
+    idle = all(p is None or isinstance(p, Shard) for p in strategy.outputs)
+    return Parts(
+        work.op_class, work.dtype, shard.group, shard.n, 0.0, work.flops, fixed, shared + work.fetched_bytes, idle
+    )
+
+
+def parts_seconds(parts: Parts, share: float, device: Device, model: ComputeModel = DEFAULT_MODEL) -> float:
+    """Seconds on ``device`` for a rank that holds ``share`` in [0, 1] of the group."""
+    if parts.op_class == "view" or (share == 0 and parts.idle_when_empty):
+        return 0.0
+    arithmetic = (parts.fixed_flops + share * parts.shared_flops) / model.flops_per_s(
+        device, parts.op_class, parts.dtype
+    )
+    traffic = (parts.fixed_bytes + share * parts.shared_bytes) / model.bytes_per_s(device, parts.op_class)
+    return device.launch_s + max(arithmetic, traffic)
+
+
+def parts_coefficients(
+    parts: Parts, device: Device, model: ComputeModel = DEFAULT_MODEL, *, at_share: float = 0.5
+) -> tuple[float, float]:
+    """``(fixed_s, per_share_s)``: seconds ~ fixed_s + share * per_share_s.
+
+    The line is the side of the roofline that is active at ``at_share``: exact around there, and nowhere more than the
+    true seconds, since the maximum of two lines lies above each; except at a share of zero, where an idle rank costs
+    nothing and the line still has its launch.
+    """
+    if parts.op_class == "view":
+        return 0.0, 0.0
+    flops_per_s = model.flops_per_s(device, parts.op_class, parts.dtype)
+    bytes_per_s = model.bytes_per_s(device, parts.op_class)
+    arithmetic = (parts.fixed_flops / flops_per_s, parts.shared_flops / flops_per_s)
+    traffic = (parts.fixed_bytes / bytes_per_s, parts.shared_bytes / bytes_per_s)
+    fixed, slope = max(arithmetic, traffic, key=lambda line: line[0] + at_share * line[1])
+    return device.launch_s + fixed, slope
+
+
+def node_seconds(
+    graph: Graph,
+    node: Node,
+    strategy: Strategy,
+    sizes: GroupSizes,
+    device: Device,
+    rank: int,
+    model: ComputeModel = DEFAULT_MODEL,
+) -> float:
+    """Seconds that ``rank`` spends in the node on ``device``."""
+    parts = split_work(node_work(graph, node), strategy)
+    return parts_seconds(parts, _share(parts, sizes, rank), device, model)
+
+
+def node_coefficients(
+    graph: Graph,
+    node: Node,
+    strategy: Strategy,
+    device: Device,
+    model: ComputeModel = DEFAULT_MODEL,
+    *,
+    at_share: float = 0.5,
+) -> tuple[float, float]:
+    """``parts_coefficients`` of a node. To ask for many devices or strategies, keep ``node_work`` and use the parts."""
+    return parts_coefficients(split_work(node_work(graph, node), strategy), device, model, at_share=at_share)
+
+
+def _share(parts: Parts, sizes: GroupSizes, rank: int) -> float:
+    return 1.0 if parts.group is None else sizes[parts.group][rank] / parts.n
+
+
+@dataclass(frozen=True)
+class ComputeTable:
+    """All devices at once: ``seconds`` gives one number per rank. Equals ``parts_seconds`` rank by rank."""
+
+    devices: Sequence[Device]
+    model: ComputeModel = DEFAULT_MODEL
+    _rates: dict[tuple[OpClass, torch.dtype], tuple[Array, Array]] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def launch_s(self) -> Array:
+        return np.array([d.launch_s for d in self.devices])
+
+    def rates(self, kind: OpClass, dtype: torch.dtype) -> tuple[Array, Array]:
+        """(FLOP/s, bytes/s) of every rank."""
+        if (kind, dtype) not in self._rates:
+            flops = np.array([self.model.flops_per_s(d, kind, dtype) for d in self.devices])
+            self._rates[kind, dtype] = flops, np.array([self.model.bytes_per_s(d, kind) for d in self.devices])
+        return self._rates[kind, dtype]
+
+    def seconds(self, parts: Parts, shares: Array) -> Array:
+        """Seconds of every rank, given every rank's share of ``parts.group`` (ones if it has none)."""
+        if parts.op_class == "view":
+            return np.zeros(len(self.devices))
+        flops_per_s, bytes_per_s = self.rates(parts.op_class, parts.dtype)
+        arithmetic = (parts.fixed_flops + shares * parts.shared_flops) / flops_per_s
+        traffic = (parts.fixed_bytes + shares * parts.shared_bytes) / bytes_per_s
+        seconds: Array = self.launch_s + np.maximum(arithmetic, traffic)
+        return seconds * (shares > 0) if parts.idle_when_empty else seconds

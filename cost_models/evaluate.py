@@ -1,0 +1,230 @@
+"""What a whole choice costs: one step's seconds and every rank's memory, for given strategies and sizes.
+
+The step is bulk-synchronous. Collectives cut the program, in its order, into stages; nobody passes a collective before
+all have reached it, so a stage lasts as long as its slowest rank, and
+
+    step_s = sum over stages of max over ranks of compute + sum of collectives + slowest rank's optimizer update
+
+Slices are local and count as compute. A conversion runs just before its first reader; that of a result (loss, gradient,
+buffer update) as soon as the value exists. Nothing overlaps. Each conversion takes the fastest decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.conversion import Need, find_needs
+from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
+from hap.cost_models.compute import DEFAULT_MODEL, ComputeModel, ComputeTable, split_work
+from hap.cost_models.memory import MemoryUse, local_bytes, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.work import node_work
+from hap.fabric import Array
+from hap.graph import Graph, Node, Value
+from hap.placement import GroupSizes, Placement
+from hap.plan import Conversion, Prediction, Strategy
+
+
+@dataclass(frozen=True)
+class ConversionCost:
+    """One conversion as it would be performed. ``nbytes`` is the size of the whole value."""
+
+    need: Need
+    decomposition: str
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Seconds of one step and bytes at each rank's peak. ``compute_s[rank]`` has the update, no waiting; ``stages_s``
+    is what the stages take, so ``step_s == stages_s + communication_s + update_s``."""
+
+    step_s: float
+    compute_s: tuple[float, ...]
+    stages_s: float
+    communication_s: float
+    update_s: float
+    conversions: tuple[ConversionCost, ...]
+    memory: MemoryUse
+    usable_bytes: tuple[int, ...]
+    devices: tuple[str, ...]
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        return self.memory.peak_bytes
+
+    @property
+    def overfull(self) -> tuple[int, ...]:
+        """Ranks whose peak does not fit the usable memory of their device."""
+        return tuple(r for r, (m, u) in enumerate(zip(self.memory_bytes, self.usable_bytes, strict=True)) if m > u)
+
+    @property
+    def fits(self) -> bool:
+        return not self.overfull
+
+    @property
+    def tight(self) -> str:
+        """What limits the step, in words: the links, or the busiest device."""
+        if self.communication_s > self.stages_s:
+            slowest = max(self.conversions, key=lambda c: c.seconds)
+            return f"communication, most of all {slowest.need.collective} of {slowest.need.value}"
+        rank = max(range(len(self.compute_s)), key=lambda r: self.compute_s[r])
+        return f"compute of {self.devices[rank]}"
+
+    def to_prediction(self, lower_bound_s: float | None = None) -> Prediction:
+        return Prediction(
+            step_s=self.step_s,
+            compute_s=self.compute_s,
+            communication_s=self.communication_s,
+            memory_bytes=self.memory_bytes,
+            memory_by_kind=self.memory.by_kind,
+            lower_bound_s=lower_bound_s,
+            tight=self.tight,
+        )
+
+    def to_conversions(self) -> tuple[Conversion, ...]:
+        """The plan's conversions, in the order of ``find_needs``."""
+        return tuple(
+            Conversion(
+                value=str(c.need.value),
+                source=str(c.need.source),
+                target=str(c.need.target),
+                phase=c.need.phase,
+                collective=c.need.collective,
+                decomposition=c.decomposition,
+                nbytes=c.nbytes,
+            )
+            for c in self.conversions
+        )
+
+
+def evaluate(
+    graph: Graph,
+    strategies: Mapping[str, Strategy],
+    sizes: GroupSizes,
+    cluster: ClusterSpec,
+    *,
+    needs: Sequence[Need] | None = None,
+    optimizer: str = "adamw",
+    regather: bool = False,
+    model: ComputeModel = DEFAULT_MODEL,
+) -> Evaluation:
+    """Evaluate one choice. ``needs`` may be passed if already found for the same strategies and ``regather``.
+
+    Raises ClusterError if a device lists no rate for a dtype that the graph computes in, ValueError for an unknown
+    optimizer.
+    """
+    if needs is None:
+        needs = find_needs(graph, strategies, regather=regather)
+    costs = _Pricer(graph, sizes, cluster).price(needs)
+    compute, stages = _stages(graph, strategies, sizes, cluster, costs, model)
+    update = update_seconds(graph, strategies, sizes, cluster, optimizer, model)
+    communication = sum(c.seconds for c in costs if c.need.collective != "slice")
+    return Evaluation(
+        step_s=stages + communication + float(update.max()),
+        compute_s=tuple(float(s) for s in compute + update),
+        stages_s=stages,
+        communication_s=communication,
+        update_s=float(update.max()),
+        conversions=costs,
+        memory=memory_use(graph, strategies, sizes, needs, cluster.world_size, optimizer),
+        usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
+        devices=tuple(d.name for d in cluster.devices),
+    )
+
+
+@dataclass(frozen=True)
+class _Pricer:
+    """Prices conversions; equal ones (a layer repeated) once."""
+
+    graph: Graph
+    sizes: GroupSizes
+    cluster: ClusterSpec
+    _known: dict[tuple[int, Placement, Placement], tuple[str, float]] = field(default_factory=dict)
+
+    def price(self, needs: Sequence[Need]) -> tuple[ConversionCost, ...]:
+        return tuple(self._price(need) for need in needs)
+
+    def _price(self, need: Need) -> ConversionCost:
+        nbytes = self.graph.meta(need.value).nbytes
+        key = (nbytes, need.source, need.target)
+        if key not in self._known:
+            args = (need.collective, nbytes, need.source, need.target, self.sizes, self.cluster)
+            self._known[key] = best_decomposition(*args)
+        return ConversionCost(need, *self._known[key], nbytes)
+
+
+def _stages(
+    graph: Graph,
+    strategies: Mapping[str, Strategy],
+    sizes: GroupSizes,
+    cluster: ClusterSpec,
+    costs: Sequence[ConversionCost],
+    model: ComputeModel,
+) -> tuple[Array, float]:
+    """(compute seconds of every rank, seconds of the stages one after another)."""
+    table, rho = ComputeTable(cluster.devices, model), _group_shares(sizes)
+    ones = np.ones(cluster.world_size)
+    at: dict[str, list[ConversionCost]] = {}
+    for cost in costs:
+        at.setdefault(cost.need.before or f"after {cost.need.value.node}", []).append(cost)
+    total, stage, stages = np.zeros(cluster.world_size), np.zeros(cluster.world_size), 0.0
+
+    def convert(moment: str) -> None:
+        nonlocal total, stage, stages
+        for cost in at.get(moment, ()):
+            if cost.need.collective == "slice":
+                stage = stage + _slice_seconds(cost, sizes, cluster)
+            else:
+                stages += float(stage.max())
+                total, stage = total + stage, np.zeros(cluster.world_size)
+
+    for node in graph.nodes:
+        convert(node.name)
+        if not node.is_source:
+            parts = split_work(node_work(graph, node), strategies[node.name])
+            stage = stage + table.seconds(parts, ones if parts.group is None else rho[parts.group])
+        convert(f"after {node.name}")
+    return total + stage, stages + float(stage.max())
+
+
+def _group_shares(sizes: GroupSizes) -> dict[str, Array]:
+    return {group: np.array(s, dtype=np.float64) / sum(s) for group, s in sizes.items()}
+
+
+def _slice_seconds(cost: ConversionCost, sizes: GroupSizes, cluster: ClusterSpec) -> Array:
+    need = cost.need
+    form = collective_coefficients("slice", cost.decomposition, cost.nbytes, need.source, need.target, cluster)
+    n = cluster.world_size
+    return form.stages[0].rows(shares(need.source, sizes, n), shares(need.target, sizes, n))
+
+
+def update_seconds(
+    graph: Graph,
+    strategies: Mapping[str, Strategy],
+    sizes: GroupSizes,
+    cluster: ClusterSpec,
+    optimizer: str,
+    model: ComputeModel = DEFAULT_MODEL,
+) -> Array:
+    """Seconds of the optimizer's update on every rank (N,): it reads parameter, gradient and state, writes parameter
+    and state, and launches once per parameter that the rank holds any of (assumed: torch's fused and foreach kernels
+    launch less often, its plain loops more)."""
+    seconds = np.zeros(cluster.world_size)
+    bandwidth = np.array([model.bytes_per_s(d, "elementwise") for d in cluster.devices])
+    launch = np.array([d.launch_s for d in cluster.devices])
+    for node in _trained(graph):
+        placement = strategies[node.name].outputs[0]
+        assert placement is not None
+        own = local_bytes(graph.meta(Value(node.name)).nbytes, placement, sizes, cluster.world_size)
+        moved = own * (3 + 2 * optimizer_state_bytes(optimizer, 1))
+        seconds = seconds + (own > 0) * launch + moved / bandwidth
+    return seconds
+
+
+def _trained(graph: Graph) -> tuple[Node, ...]:
+    return tuple(n for n in graph.sources("parameter") if n.target in graph.gradients)

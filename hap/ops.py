@@ -31,6 +31,11 @@ def resolve(op: str) -> Callable[..., Any]:
         raise ProgramError(f"operator {op} does not exist in torch {torch.__version__}") from None
 
 
+def draws_random(op: str) -> bool:
+    """Whether two calls on the same arguments differ."""
+    return torch.Tag.nondeterministic_seeded in getattr(resolve(op), "tags", ())
+
+
 def takes_device(op: str) -> bool:
     """Whether the operator has a ``device`` keyword: capture drops it, and whoever runs the graph gives its own."""
     return op not in _OWN and any(a.name == "device" for a in resolve(op)._schema.arguments)  # type: ignore[attr-defined]

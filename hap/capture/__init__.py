@@ -22,7 +22,7 @@ from hap.capture.decompose import decompositions
 from hap.capture.inputs import input_paths, step_inputs
 from hap.capture.interpret import interpret, source_values
 from hap.capture.state import model_state
-from hap.capture.step import Step, copy_with
+from hap.capture.step import Step, copy_with, frozen_loss
 from hap.capture.torch_private import Fakes, trace_joint
 from hap.errors import CaptureError
 from hap.graph import Graph, verify_graph
@@ -58,7 +58,7 @@ def capture(
     buffers = {n: fakes.tensor(b) for n, b in state.buffers.items()}
     originals = [*state.parameters.values(), *state.buffers.values()]
     copied = copy_with(model, dict(zip(map(id, originals), [*parameters.values(), *buffers.values()], strict=True)))
-    step = Step(copied, parameters, buffers, inputs, loss_fn)
+    step = Step(copied, parameters, buffers, inputs, frozen_loss(loss_fn))
     try:
         trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
     except CaptureError:

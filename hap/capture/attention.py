@@ -7,16 +7,16 @@ that drops out, or whose extra outputs are read elsewhere (the gradient of a bia
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hap.capture.interpret import run_node
 from hap.capture.rewrite import Rewritten, rewrite
 from hap.graph import Graph, Node, TensorMeta, Value
-from hap.ops import resolve
+from hap.ops import draws_random, resolve
 
 _FORWARD = (
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
@@ -26,6 +26,7 @@ _FORWARD = (
 )
 _BACKWARD = tuple(op.replace(".default", "_backward.default") for op in _FORWARD)
 _OWN = ("hap.attention.default", "hap.attention_backward.default")
+MaskKind = Literal["causal", "open"] | None
 _LARGEST_MASK = 1 << 26  # elements of a mask that is worked out at capture: 8192 queries by 8192 keys
 
 
@@ -116,84 +117,73 @@ def causal_masks(graph: Graph) -> Graph:
     Libraries build the causal mask from ``arange`` while they are traced, which costs the kernels their causal path and
     a batch of square masks in memory.
     """
-    find = _mask_kinds(graph)
+    positions = {node.name: i for i, node in enumerate(graph.nodes)}
+    kinds: dict[tuple[Value, int, int], MaskKind] = {}
+
+    def kind(mask: Value, queries: int, keys: int) -> MaskKind:
+        key = (mask, queries, keys)
+        if key not in kinds:
+            tensor = _constant_value(graph, positions, mask)
+            kinds[key] = None if tensor is None else _mask_kind(tensor, queries, keys)
+        return kinds[key]
 
     def rule(node: Node, done: Rewritten) -> Node | None:
         if node.op not in _OWN:
             return None
-        mask_at = node.op == _OWN[1] and 4 or 3
-        mask, causal_at = node.args[mask_at], len(node.args) - 2
-        if mask is None or node.args[causal_at]:
+        q_at = _OWN.index(node.op)  # the backward call has the gradient first
+        q, k, _, mask = node.args[q_at : q_at + 4]
+        is_causal, scale = node.args[-2:]
+        if mask is None or is_causal:
             return None
-        first = 1 if node.op == _OWN[1] else 0
-        queries, keys = (done.meta(node.args[first + i]).shape[2] for i in (0, 1))
-        kind = find(mask, queries, keys)
-        if kind is None:
+        found = kind(mask, done.meta(q).shape[2], done.meta(k).shape[2])
+        if found is None:
             return None
-        args = list(node.args)
-        args[mask_at], args[causal_at] = None, kind == "causal"
-        return replace(node, args=tuple(args))
+        rest = node.args[q_at + 4 : -2]
+        return replace(node, args=(*node.args[: q_at + 3], None, *rest, found == "causal", scale))
 
     return rewrite(graph, rule)
 
 
-def _mask_kinds(graph: Graph) -> Callable[[Value, int, int], str | None]:
-    """A function from a mask to "causal", "open" or None, remembering what it found."""
-    found: dict[tuple[Value, int, int], str | None] = {}
-
-    def find(mask: Value, queries: int, keys: int) -> str | None:
-        key = (mask, queries, keys)
-        if key not in found:
-            tensor = _constant_value(graph, mask)
-            found[key] = None if tensor is None else _mask_kind(tensor, queries, keys)
-        return found[key]
-
-    return find
-
-
-def _mask_kind(mask: torch.Tensor, queries: int, keys: int) -> str | None:
-    if mask.dim() < 2:
+def _mask_kind(mask: torch.Tensor, queries: int, keys: int) -> MaskKind:
+    """``hidden`` counts the lowest finite number too: beside a seen key, its probability is zero as well."""
+    if not mask.dtype.is_floating_point or tuple(mask.shape[-2:]) != (queries, keys):
         return None
-    seen = mask == 0
-    hidden = mask <= torch.finfo(mask.dtype).min
+    seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min
     if bool(seen.all()):
         return "open"
     causal = torch.ones(queries, keys, dtype=torch.bool).tril()
-    if tuple(mask.shape[-2:]) != (queries, keys):
-        return None
     return "causal" if bool((seen == causal).all() and (hidden == ~causal).all()) else None
 
 
-def _constant_value(graph: Graph, value: Value) -> torch.Tensor | None:
-    """The value if it follows from constants alone and is small enough, else None.
+def _constant_value(graph: Graph, positions: Mapping[str, int], value: Value) -> torch.Tensor | None:
+    """The value, on the CPU, if it follows from constants alone and is small enough, else None.
 
     ``expand`` is left undone where only elementwise operators follow, so that a batch of equal masks is one mask.
     """
     values: dict[Value, torch.Tensor] = {}
-    for node in _ancestors(graph, value):
+    for node in _ancestors(graph, positions, value):
+        output = Value(node.name)
         if node.op == "constant":
-            values[Value(node.name)] = graph.constants[node.target]
-            continue
-        if node.is_source:
+            values[output] = graph.constants[node.target]
+        elif node.is_source or draws_random(node.op):
             return None
-        if node.op == "aten.expand.default":
+        elif node.op == "aten.expand.default":
             tensor = values[node.args[0]]
-            values[Value(node.name)] = tensor.reshape((1,) * (len(node.meta.shape) - tensor.dim()) + tensor.shape)
-            continue
-        tags = getattr(resolve(node.op), "tags", ())
-        narrowed = any(tuple(values[v].shape) != graph.meta(v).shape for v in node.inputs)
-        if torch.Tag.nondeterministic_seeded in tags or (narrowed and torch.Tag.pointwise not in tags):
-            return None
-        largest = math.prod(torch.broadcast_shapes(*(values[v].shape for v in node.inputs))) if narrowed else None
-        if (node.meta.numel if largest is None else largest) > _LARGEST_MASK:
-            return None
-        values.update(run_node(node, values, torch.device("cpu")))
+            values[output] = tensor.reshape((1,) * (len(node.meta.shape) - tensor.dim()) + tensor.shape)
+        else:
+            shapes = [values[v].shape for v in node.inputs]
+            elementwise = torch.Tag.pointwise in getattr(resolve(node.op), "tags", ())
+            if not elementwise and any(s != graph.meta(v).shape for s, v in zip(shapes, node.inputs, strict=True)):
+                return None
+            size = math.prod(torch.broadcast_shapes(*shapes)) if elementwise else node.meta.numel
+            if size > _LARGEST_MASK:
+                return None
+            values.update(run_node(node, values, torch.device("cpu")))
     return values[value]
 
 
-def _ancestors(graph: Graph, value: Value) -> list[Node]:
+def _ancestors(graph: Graph, positions: Mapping[str, int], value: Value) -> list[Node]:
     """What ``value`` depends on, itself included, in program order."""
-    position = {node.name: i for i, node in enumerate(graph.nodes)}
     found: set[str] = set()
     waiting = [value.node]
     while waiting:
@@ -201,4 +191,4 @@ def _ancestors(graph: Graph, value: Value) -> list[Node]:
         if name not in found:
             found.add(name)
             waiting.extend(v.node for v in graph.by_name[name].inputs)
-    return [graph.by_name[name] for name in sorted(found, key=position.__getitem__)]
+    return [graph.by_name[name] for name in sorted(found, key=positions.__getitem__)]

@@ -14,13 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from hap.capture.attention import canonical_attention, causal_masks
 from hap.capture.names import Names
 from hap.capture.rewrite import Rewritten, rewrite
-from hap.graph import Graph, Node, Value, values_in, with_inputs
-from hap.ops import resolve
+from hap.graph import Graph, Node, Value, with_inputs
+from hap.ops import draws_random
 
 Pass = Callable[[Graph], Graph]
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default", "aten.view_copy.default")
@@ -70,16 +68,20 @@ def spell_views(graph: Graph) -> Graph:
 
 
 def _resolved_slice(node: Node, shape: tuple[int, ...]) -> Node:
-    _, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given = node.args[1:]
+    defaults = (0, None, None, 1)
+    dim, start, end, step = given + defaults[len(given) :]
     dim %= len(shape)
     start, end, step = slice(start, end, step).indices(shape[dim])
     return replace(node, args=(node.args[0], dim, start, max(start, end), step))
 
 
 def drop_identities(graph: Graph) -> Graph:
-    """Calls whose output is their first tensor: aliases, copies, casts, expands, slices and views to what it was."""
+    """Calls whose output is one of their tensors: aliases, copies, casts, expands, slices and views to what it was."""
 
     def rule(node: Node, done: Rewritten) -> tuple[Value, ...] | None:
+        if node.op == "aten.copy.default":  # (destination, source) -> source, in the destination's shape and dtype
+            return (node.args[1],) if done.meta(node.args[1]) == node.meta else None
         if not node.args or not isinstance(node.args[0], Value):
             return None
         source = node.args[0]
@@ -97,22 +99,7 @@ def _is_identity(node: Node, done: Rewritten) -> bool:
     if node.op in _NEUTRAL:
         other = node.args[1]
         return isinstance(other, (int, float)) and other == _NEUTRAL[node.op]
-    if node.op == "aten.slice.Tensor":
-        return True  # of the same size, hence all of it
-    if node.op == "aten.copy.default":
-        return False  # the result is the second argument
-    return False
-
-
-def drop_copies(graph: Graph) -> Graph:
-    """``aten.copy(destination, source)`` of source's own shape and dtype is the source."""
-
-    def rule(node: Node, done: Rewritten) -> tuple[Value, ...] | None:
-        if node.op == "aten.copy.default" and done.meta(node.args[1]) == node.outputs[0]:
-            return (node.args[1],)
-        return None
-
-    return rewrite(graph, rule)
+    return node.op == "aten.slice.Tensor"  # of the same size, hence all of it
 
 
 def drop_empty_pieces(graph: Graph) -> Graph:
@@ -186,18 +173,13 @@ def merge_equal(graph: Graph) -> Graph:
     first: dict[tuple[Any, ...], str] = {}
 
     def rule(node: Node, done: Rewritten) -> tuple[Value, ...] | None:
-        if draws_random(node):
+        if draws_random(node.op):
             return None
         key = (node.op, repr(node.args), repr(node.kwargs))  # by text: 1, 1.0 and True are equal but not the same
         name = first.setdefault(key, node.name)
         return None if name == node.name else tuple(Value(name, i) for i in range(len(node.outputs)))
 
     return rewrite(graph, rule)
-
-
-def draws_random(node: Node) -> bool:
-    tags = getattr(resolve(node.op), "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
 
 
 def drop_unused(graph: Graph) -> Graph:
@@ -240,21 +222,9 @@ def rename_nodes(graph: Graph) -> Graph:
     )
 
 
-def set_phases(graph: Graph) -> Graph:
-    """A node is backward exactly when it depends on the tangent."""
-    backward = {node.name for node in graph.sources("tangent")}
-    nodes = []
-    for node in graph.nodes:
-        if any(value.node in backward for value in values_in((node.args, node.kwargs))):
-            backward.add(node.name)
-        nodes.append(replace(node, phase="backward" if node.name in backward else "forward"))
-    return replace(graph, nodes=tuple(nodes))
-
-
 PASSES: tuple[Pass, ...] = (
     spell_views,
     drop_empty_pieces,
-    drop_copies,
     drop_identities,
     compose_views,
     cancel_transposes,

@@ -1,7 +1,7 @@
 """Which composite operators are taken apart at capture, so that each piece has an exact sharding rule.
 
 An operator that adds a bias to a product would add it once per partial sum; one that divides by a count would divide by
-the local count. After decomposition the division is by a literal (a global constant) or by a sum that is itself sharded.
+the local count. After decomposition the divisor is a literal (a global constant) or a sum that is itself sharded.
 Layer norm, softmax, attention, embedding and gelu stay whole.
 """
 
@@ -19,7 +19,6 @@ aten = torch.ops.aten
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _TORCHS = (  # losses with a mean inside, and their backwards
     aten.nll_loss_forward,
-    aten.nll_loss_backward,
     aten.nll_loss2d_forward,
     aten.nll_loss2d_backward,
     aten.mse_loss,
@@ -38,10 +37,14 @@ _TORCHS = (  # losses with a mean inside, and their backwards
 
 def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Operator overload -> what to trace instead."""
-    table: dict[OpOverload, Callable[..., Any]] = dict(get_decompositions(_TORCHS))
+    table: dict[OpOverload, Callable[..., Any]] = {}
+    for op, function in get_decompositions(_TORCHS).items():
+        assert isinstance(op, OpOverload), op
+        table[op] = function
     table[aten.addmm.default] = _addmm
     table[aten.addmv.default] = _addmv
     table[aten.baddbmm.default] = _baddbmm
+    table[aten.nll_loss_backward.default] = _nll_loss_backward
     table[aten.mean.default] = _mean
     table[aten.mean.dim] = _mean_dim
     return table
@@ -81,3 +84,28 @@ def _mean_dim(
     result = dtype or x.dtype
     total = torch.sum(x, dims, keepdim, dtype=torch.float32 if result in _LOW_PRECISION else result)
     return (total / count).to(result)
+
+
+def _nll_loss_backward(
+    grad: torch.Tensor,
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """One scatter into zeros. torch's own decomposition also multiplies the whole (rows, classes) tensor.
+
+    ``log_probabilities`` is (rows, classes) or (classes,), ``target`` (rows,) or (); 0, 1, 2 reduce by none, mean, sum.
+    """
+    classes = log_probabilities.dim() - 1
+    grad = -(grad / total_weight if reduction == 1 else grad)
+    if reduction == 0 and classes == 1:
+        grad = grad.unsqueeze(1)
+    index = target.unsqueeze(classes)
+    kept = index != ignore_index
+    index = torch.where(kept, index, 0)
+    if weight is not None:
+        grad = grad * weight[index]
+    return torch.zeros_like(log_probabilities).scatter(classes, index, torch.where(kept, grad, 0.0))

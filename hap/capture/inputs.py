@@ -1,6 +1,6 @@
 """What the training step is called with, as named tensors: ``args.0``, ``kwargs.labels``, ``targets.0``.
 
-A *path* is the door a tensor comes in by (``args``, ``kwargs`` or ``targets``) followed by positions and keys, joined by
+A *path* is the door a tensor comes in by (``args``, ``kwargs`` or ``targets``), then positions and keys, joined by
 dots; tuples, lists and mappings may nest (``args.0.mask``). Everything that is not a tensor is part of the program: a
 bool, number, string or None in the example inputs is a constant of the capture, and a call that changes it needs a
 capture of its own.

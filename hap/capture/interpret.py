@@ -42,7 +42,7 @@ def run_node(node: Node, values: Mapping[Value, torch.Tensor], device: torch.dev
 def source_values(
     graph: Graph, model: nn.Module, example_inputs: Any, example_targets: Any = None, tangent: float = 1.0
 ) -> dict[Value, torch.Tensor]:
-    """The environment of one step of ``model`` on real inputs; ``tangent`` is the gradient that the loss starts with."""
+    """The environment of one step of ``model`` on real inputs; ``tangent`` is the loss's own gradient."""
     state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     inputs = dict(input_paths(example_inputs, example_targets))
     env = {}

@@ -34,9 +34,9 @@ class Step(nn.Module):
         loss_fn: Callable[..., Any] | None,
     ) -> None:
         super().__init__()
-        self.unregistered = (model,)  # a tuple, so that its parameters are not this module's too
+        self.unregistered = (model, loss_fn)  # a tuple, so that their parameters are not this module's too
         self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
-        self.inputs, self.loss_fn = inputs, loss_fn
+        self.inputs = inputs
         self.failed: tuple[Exception, str] | None = None
         for i, parameter in enumerate(parameters.values()):
             self.register_parameter(f"p{i}", parameter)
@@ -46,14 +46,15 @@ class Step(nn.Module):
             self._follow(name, module)
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        model, loss_fn = self.unregistered
         call = self.inputs.rebuild(tensors)
         state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state.update(buffers)
-        output = torch.func.functional_call(self.unregistered[0], state, call.args, dict(call.kwargs))
+        output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
         for name, buffer in buffers.items():
             _write_back(name, buffer, state[name])
-        return find_loss(output, self.loss_fn, call.targets)
+        return find_loss(output, loss_fn, call.targets)
 
     def failed_module(self, error: Exception) -> str:
         """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""
@@ -115,8 +116,18 @@ def _write_back(name: str, buffer: torch.Tensor, new: torch.Tensor) -> None:
     buffer.copy_(new)
 
 
+def frozen_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The loss function as part of the program: the tensors of a loss module (class weights) become constants."""
+    if not isinstance(loss_fn, nn.Module):
+        return loss_fn
+    if any(p.requires_grad for p in loss_fn.parameters()):
+        raise CaptureError("the loss_fn has trainable parameters: make it a part of the model")
+    copied = copy_with(loss_fn, {})
+    return copied if any(t.is_meta for t in copied.buffers()) else copied.cpu()
+
+
 def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.Module:
-    """A deep copy of ``model`` in which the tensors whose ``id`` is a key are replaced. CaptureError if it has no copy."""
+    """A deep copy of ``model`` with the tensors whose ``id`` is a key replaced. CaptureError if it cannot be copied."""
     memo: dict[int, Any] = dict(replacements)
     for module in model.modules():
         for value in vars(module).values():

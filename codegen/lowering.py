@@ -22,13 +22,12 @@ from hap.codegen.program import (
 from hap.conversion import Need, collective_kind, find_needs, required_results
 from hap.errors import PlanError
 from hap.graph import Graph, Node, Phase, Value, map_values
-from hap.ops import resolve
+from hap.ops import takes_device
 from hap.placement import REPLICATE, Partial, Placement, parse_placement
 from hap.plan import Conversion, Plan, Strategy
-from hap.rules.choices import localize
+from hap.rules.localize import localize
 
 RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p", "rank", "saved", "self", "torch", "x")
-FACTORY_DEVICE = "device"
 
 
 def lower(graph: Graph, plan: Plan) -> Program:
@@ -41,7 +40,7 @@ def lower(graph: Graph, plan: Plan) -> Program:
 
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
-    """Every node's strategy, checked for shape: fingerprint, completeness, one placement per tensor, fitting extents."""
+    """Every node's strategy, if the plan is for this graph and gives each tensor one placement."""
     if plan.provenance.model_fingerprint != graph.fingerprint:
         raise PlanError(
             f"the plan was made for model {plan.provenance.model!r} with fingerprint "
@@ -128,8 +127,8 @@ class _Lowering:
             if node.name in forward and not node.is_source:
                 assert node.phase == "forward", f"{node.name} depends on the tangent and the loss on it"
                 self._call(node, "forward")
-        loss = self._read(graph.loss, REPLICATE, "forward")
-        updates = {t: self._read(v, self._home(t), "forward") for t, v in graph.updates.items()}
+        loss = self._read(graph.loss, REPLICATE, "forward", "")
+        updates = {t: self._read(v, self._home(t), "forward", "") for t, v in graph.updates.items()}
         for node in graph.nodes:
             if node.name in backward and node.phase == "backward" and not node.is_source:
                 self._call_with_producers(node)
@@ -148,6 +147,7 @@ class _Lowering:
             gradients=gradients,
             saved=tuple(self.saved),
             held=self.held,
+            constants=graph.constants,
         )
 
     def _needed(self, results: Iterable[Value]) -> set[str]:
@@ -167,6 +167,7 @@ class _Lowering:
         raise AssertionError(f"no parameter or buffer {target}")
 
     def _source(self, node: Node) -> Source:
+        localize(node, self.strategies[node.name], self.graph)
         name = self._define(Value(node.name), _placed(self.strategies[node.name], 0))
         part: Phase = "backward" if node.op == "tangent" else "forward"
         self.made_in[name] = part
@@ -187,13 +188,13 @@ class _Lowering:
     def _gradient(self, target: str, value: Value) -> str:
         if value.node not in self.emitted:
             self._call_with_producers(self.graph.by_name[value.node])
-        return self._read(value, self._home(target), "backward")
+        return self._read(value, self._home(target), "backward", "")
 
     def _call(self, node: Node, part: Phase) -> None:
         strategy = self.strategies[node.name]
         args, kwargs = localize(node, strategy, self.graph)
         reads = zip(node.inputs, strategy.inputs, strict=True)
-        names = iter([self._read(value, placement, part) for value, placement in reads])
+        names = iter([self._read(value, placement, part, node.module) for value, placement in reads])
         outputs: list[str | None] = []
         for index, meta in enumerate(node.outputs):
             value = Value(node.name, index)
@@ -209,25 +210,25 @@ class _Lowering:
         self.emitted.add(node.name)
         for index in range(len(node.outputs)):
             for placement in self.required.get(Value(node.name, index), ()):
-                self._read(Value(node.name, index), placement, part)
+                self._read(Value(node.name, index), placement, part, node.module)
 
-    def _read(self, value: Value, target: Placement, part: Phase) -> str:
-        """The name under which ``part`` finds ``value`` in ``target``, converting it there if it must."""
+    def _read(self, value: Value, target: Placement, part: Phase, module: str) -> str:
+        """The name under which ``part`` finds ``value`` in ``target``, converted for ``module`` if it must be."""
         source = _placed(self.strategies[value.node], value.index)
         if source == target:
             return self._cross(self.names.of(value), part)
         phases: tuple[Phase, ...] = ("forward",) if part == "forward" else ("backward", "forward")
         key = next((value, target, phase) for phase in phases if (value, target, phase) in self.conversions)
         if key not in self.converted:
-            self.converted[key] = self._convert(value, source, self.conversions[key], part)
+            self.converted[key] = self._convert(value, self.conversions[key], part, module)
         return self._cross(self.converted[key], part)
 
-    def _convert(self, value: Value, source: Placement, conversion: Conversion, part: Phase) -> str:
-        target = parse_placement(conversion.target)
+    def _convert(self, value: Value, conversion: Conversion, part: Phase, module: str) -> str:
+        source, target = parse_placement(conversion.source), parse_placement(conversion.target)
         original = self._cross(self.names.of(value), part)
         again = (value, target, "forward") in self.converted and conversion.phase == "backward"
         name = self.names.fresh(f"{self.names.of(value)}__{placement_suffix(target)}{'_again' if again else ''}")
-        self.held[name] = Held(self.graph.meta(value), target)
+        self.held[name] = Held(value, self.graph.meta(value), target)
         self.made_in[name] = part
         self.parts[part].append(
             Convert(
@@ -238,20 +239,20 @@ class _Lowering:
                 source=source,
                 target=target,
                 phase=conversion.phase,
-                module=self.graph.by_name[value.node].module,
+                module=module,
             )
         )
         return name
 
     def _cross(self, name: str, part: Phase) -> str:
-        """Record that ``name`` must be saved if the backward part reads it and the forward part (or a source) made it."""
+        """Record that ``name`` must be saved if the backward part reads what the forward part (or a source) made."""
         if part == "backward" and self.made_in[name] == "forward":
             self.saved[name] = None
         return name
 
     def _define(self, value: Value, placement: Placement) -> str:
         name = self.names.of(value)
-        self.held[name] = Held(self.graph.meta(value), placement)
+        self.held[name] = Held(value, self.graph.meta(value), placement)
         return name
 
 
@@ -290,10 +291,5 @@ def _placed(strategy: Strategy, index: int) -> Placement:
 
 
 def _device(node: Node) -> tuple[tuple[str, Any], ...]:
-    """The ``device=`` that a factory needs: an operator that takes one and has no tensor to take it from."""
-    if node.inputs or FACTORY_DEVICE in dict(node.kwargs):
-        return ()
-    schema = getattr(resolve(node.op), "_schema", None)
-    takes = schema is not None and any(a.name == FACTORY_DEVICE for a in schema.arguments)
-    return ((FACTORY_DEVICE, RankDevice()),) if takes else ()
-
+    """The ``device=`` that capture dropped from a factory."""
+    return (("device", RankDevice()),) if takes_device(node.op) else ()

@@ -9,8 +9,8 @@
   there, just before its first reader, so that its arguments are kept rather than its result.
 
 A conversion stands just before its first reader; one that a result needs (a gradient going home to its parameter's
-placement) stands just after the value is made, so that the whole gradient lives briefly. Values of the forward part that
-the backward part reads are ``saved``.
+placement) stands just after the value is made, so that the whole gradient lives briefly. Values that the
+forward part makes and the backward part reads are ``saved``.
 
 ``lower`` refuses, with PlanError, a plan for another graph, a strategy that is not a row of the rule table, conversions
 that are not those the strategies imply, and a collective or decomposition that does not exist.
@@ -19,10 +19,12 @@ that are not those the strategies imply, and a collective or decomposition that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from hap.graph import Graph, Phase, TensorMeta, values_in
+import torch
+
+from hap.graph import Phase, TensorMeta, Value, values_in
 from hap.placement import Partial, Placement, Replicate, Shard, Sizes
 from hap.plan import Collective
 
@@ -44,8 +46,9 @@ class RankDevice:
 
 @dataclass(frozen=True)
 class Held:
-    """What a named value is: its global shape and dtype, and how it lies on the ranks."""
+    """What a named value is: the graph's value, its global shape and dtype, and how it lies on the ranks."""
 
+    value: Value
     meta: TensorMeta
     placement: Placement
 
@@ -119,6 +122,7 @@ class Program:
     gradients: Mapping[str, str]
     saved: tuple[str, ...]
     held: Mapping[str, Held]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def tangent(self) -> str | None:
@@ -180,8 +184,8 @@ def _verify_part(program: Program, part: Sequence[Instruction], available: set[s
                 assert output not in available, f"{output} is defined twice"
                 available.add(output)
         if isinstance(instruction, Convert):
-            assert program.held[instruction.input].placement == instruction.source, f"{instruction.input} lies elsewhere"
-            assert program.held[instruction.output].placement == instruction.target, f"{instruction.output} misdescribed"
+            before, after = program.held[instruction.input].placement, program.held[instruction.output].placement
+            assert (before, after) == (instruction.source, instruction.target), f"{instruction} is misdescribed"
             assert instruction.decomposition in DECOMPOSITIONS[instruction.kind], f"{instruction} cannot be performed"
 
 

@@ -21,43 +21,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hap.codegen.layout import Layout
 from hap.codegen.program import DECOMPOSITIONS
 from hap.errors import ProgramError
-from hap.placement import Shard, Sizes, join_shards, take_shard
+from hap.placement import Sizes, join_shards
 from hap.plan import Collective
-from hap.runtime.exchange import exchange, gather_by_broadcast, gather_padded
+from hap.runtime.exchange import as_bytes, exchange, gather_by_broadcast, gather_padded
 
+T = TypeVar("T")
 CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
-
-
-class Layout(NamedTuple):
-    """A shard with its sizes: what ``Shard`` is once the plan's groups are known."""
-
-    dim: int
-    outer: int
-    unit: int
-    sizes: Sizes
-
-    @property
-    def shard(self) -> Shard:
-        return Shard(self.dim, self.outer, sum(self.sizes), self.unit, "")
-
-    def local_shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of rank's piece of a tensor of shape ``whole``."""
-        extent = self.outer * self.sizes[rank] * self.unit
-        return tuple(extent if d == self.dim else s for d, s in enumerate(whole))
-
-    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor from that of any piece."""
-        return tuple(self.shard.extent if d == self.dim else s for d, s in enumerate(local))
-
-    def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        return take_shard(whole, self.shard, self.sizes, rank)
 
 
 class Communicator:
@@ -102,8 +79,10 @@ class Communicator:
     def all_reduce(self, partial: torch.Tensor, *, decomposition: str = "ring") -> torch.Tensor:
         """Partial sums -> their sum on every rank. The argument is left as it was."""
         self._verify("all_reduce", decomposition, partial, ())
+        if self.group is None:
+            return partial.contiguous()
         total = partial.clone(memory_format=torch.contiguous_format)
-        if self.group is not None and total.numel():
+        if total.numel():
             dist.all_reduce(total, group=self.group)
         return total
 
@@ -164,6 +143,21 @@ class Communicator:
             if other != found[0]:
                 raise ProgramError(f"{what}: rank {rank} has {other}, rank 0 has {found[0]}")
 
+    def broadcast(self, whole: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor on every rank; the others pass one of the same shape, which is overwritten. Any dtype."""
+        if self.group is None or whole.numel() == 0:
+            return whole
+        whole = whole.contiguous()
+        dist.broadcast(as_bytes(whole), group_src=0, group=self.group)
+        return whole
+
+    def from_rank_zero(self, mine: T) -> T:
+        """Rank 0's picklable object on every rank."""
+        found = [mine]
+        if self.group is not None:
+            dist.broadcast_object_list(found, group_src=0, group=self.group, device=self.device)
+        return found[0]
+
     def _reduce_scatter_padded(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         mine, longest = pieces[self.rank], max(p.numel() for p in pieces)
         if longest == 0:
@@ -176,7 +170,7 @@ class Communicator:
         return total[: mine.numel()].reshape(mine.shape).clone()
 
     def _regroup(self, piece: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
-        """``all_to_all`` within one dim: each element goes from its owner under ``source`` to its owner under ``target``."""
+        """``all_to_all`` within one dim: each element goes from its owner before to its owner after."""
         assert self.group is not None
         leaving, arriving = self._route(source, target, piece.device)
         shapes = [tuple(len(a) if d == source.dim else s for d, s in enumerate(piece.shape)) for a in arriving]

@@ -26,7 +26,7 @@ def exchange(pieces: Sequence[torch.Tensor], shapes: Sequence[Shape], group: dis
     like = pieces[rank]
     outgoing = [0 if s == rank else piece.numel() * like.itemsize for s, piece in enumerate(pieces)]
     incoming = [0 if r == rank else math.prod(shape) * like.itemsize for r, shape in enumerate(shapes)]
-    sent = torch.cat([_as_bytes(piece) for s, piece in enumerate(pieces) if s != rank])
+    sent = torch.cat([as_bytes(piece) for s, piece in enumerate(pieces) if s != rank])
     received = torch.empty(sum(incoming), dtype=torch.uint8, device=like.device)
     dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
     parts = list(received.split(incoming))
@@ -41,7 +41,7 @@ def gather_padded(piece: torch.Tensor, shapes: Sequence[Shape], group: dist.Proc
     lengths = [math.prod(shape) * piece.itemsize for shape in shapes]
     longest = max(lengths)
     padded = torch.zeros(longest, dtype=torch.uint8, device=piece.device)
-    padded[: piece.numel() * piece.itemsize] = _as_bytes(piece)
+    padded[: piece.numel() * piece.itemsize] = as_bytes(piece)
     received = torch.empty(longest * len(shapes), dtype=torch.uint8, device=piece.device)
     dist.all_gather_into_tensor(received, padded, group=group)
     rows = received.split(longest) if longest else [received] * len(shapes)
@@ -54,7 +54,7 @@ def gather_by_broadcast(piece: torch.Tensor, shapes: Sequence[Shape], group: dis
     """Every rank's piece, by one asynchronous broadcast from each owner; owners of nothing are skipped."""
     rank = dist.get_rank(group)
     buffers = [
-        _as_bytes(piece).clone()
+        as_bytes(piece).clone()
         if r == rank
         else torch.empty(math.prod(shape) * piece.itemsize, dtype=torch.uint8, device=piece.device)
         for r, shape in enumerate(shapes)
@@ -70,7 +70,8 @@ def gather_by_broadcast(piece: torch.Tensor, shapes: Sequence[Shape], group: dis
     return [_from_bytes(buffer, piece.dtype, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
 
 
-def _as_bytes(piece: torch.Tensor) -> torch.Tensor:
+def as_bytes(piece: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as a flat ``uint8`` tensor: a view if it is contiguous."""
     return piece.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -26,8 +26,8 @@ class RankError(Exception):
     """A rank raised, died or did not finish in time."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> list[Any]:
-    """See the module docstring. ``env`` is set in every rank before ``function`` runs."""
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """See the module docstring."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(WARM))
     with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +35,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, env: di
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(theirs, rank, world_size, f"{folder}/store", env or {}, function, args), daemon=True
+                target=_rank, args=(theirs, rank, world_size, f"{folder}/store", function, args), daemon=True
             )
             process.start()
             theirs.close()
@@ -79,12 +79,11 @@ def _rank(
     rank: int,
     world_size: int,
     store: str,
-    env: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     """What a child runs. A file store, so that no port has to be free."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), **env)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     from datetime import timedelta
 
     import torch

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hap.codegen.layout import Layout
 from hap.codegen.program import DECOMPOSITIONS
 from hap.errors import ProgramError
-from hap.runtime.collectives import Communicator, Layout
+from hap.runtime.collectives import Communicator
 from tests._support.ranks import RankError, run_ranks
 
 DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8)

@@ -1,0 +1,111 @@
+"""``Program`` -> two ``torch.fx.GraphModule`` for one rank: sizes are numbers, collectives are ``comm.<method>`` calls.
+
+    forward(comm, *sources)          -> (loss, updates, saved)     sources in the order of ``program.forward_sources``
+    backward(comm, saved, tangent)   -> gradients
+
+``comm`` is a ``Communicator`` (anything with its methods will do); ``updates``, ``gradients`` and ``saved`` are dicts. The
+backward takes each saved value out of ``saved`` where it first reads it, and every value is dropped after its last
+use (FX writes ``name = None``), so memory falls as the backward proceeds.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hap.codegen.call import collective_arguments, map_leaves, returns_many
+from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice
+from hap.graph import Value
+from hap.ops import resolve
+from hap.placement import LocalSize
+
+
+def to_graph_modules(
+    program: Program, rank: int, device: torch.device | str = "cpu"
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """(forward, backward) of ``rank``, whose factories make tensors on ``device``."""
+    assert 0 <= rank < program.world_size, f"rank {rank} of {program.world_size}"
+    return to_forward_module(program, rank, device), _backward_module(program, rank, torch.device(device))
+
+
+def to_forward_module(
+    program: Program, rank: int, device: torch.device | str = "cpu", *, saving: bool = True
+) -> fx.GraphModule:
+    """The forward part alone; with ``saving=False`` it keeps nothing for a backward (evaluation)."""
+    emitter = _Emitter(program, rank, torch.device(device))
+    for source in program.forward_sources:
+        emitter.values[source.name] = emitter.graph.placeholder(source.name)
+    emitter.run(program.forward)
+    kept = program.saved if saving else ()
+    saved = {name: emitter.values[name] for name in kept}
+    updates = {target: emitter.values[name] for target, name in program.updates.items()}
+    return emitter.finish((emitter.values[program.loss], updates, saved), "Forward")
+
+
+def _backward_module(program: Program, rank: int, device: torch.device) -> fx.GraphModule:
+    emitter = _Emitter(program, rank, device)
+    emitter.saved = emitter.graph.placeholder("saved")
+    tangent = emitter.graph.placeholder("tangent")
+    if program.tangent is not None:
+        emitter.values[program.tangent] = tangent
+    emitter.run(program.backward)
+    return emitter.finish({target: emitter.read(name) for target, name in program.gradients.items()}, "Backward")
+
+
+class _Emitter:
+    """One FX graph in the making: the node that holds each of the program's names."""
+
+    def __init__(self, program: Program, rank: int, device: torch.device) -> None:
+        self.program, self.rank, self.device = program, rank, device
+        self.graph = fx.Graph()
+        self.comm = self.graph.placeholder("comm")
+        self.saved: fx.Node | None = None
+        self.values: dict[str, fx.Node] = {}
+
+    def read(self, name: str) -> fx.Node:
+        """The node that holds ``name``, taken out of ``saved`` if the backward part has not read it yet."""
+        if name not in self.values:
+            assert self.saved is not None, f"{name} is not defined"
+            self.values[name] = self.graph.create_node("call_method", "pop", (self.saved, name), {}, name)
+        return self.values[name]
+
+    def run(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Convert):
+                self._collective(instruction)
+            else:
+                self._call(instruction)
+
+    def _collective(self, convert: Convert) -> None:
+        keywords = collective_arguments(convert, self.program.sizes)
+        args = (self.comm, self.read(convert.input))
+        self.values[convert.output] = self.graph.create_node(
+            "call_method", convert.kind, args, keywords, convert.output
+        )
+
+    def _call(self, call: Call) -> None:
+        args = tuple(map_leaves(arg, self._leaf) for arg in call.args)
+        kwargs = {key: map_leaves(arg, self._leaf) for key, arg in call.kwargs}
+        if not returns_many(call):
+            name = call.outputs[0]
+            self.values[str(name)] = self.graph.create_node("call_function", resolve(call.op), args, kwargs, name)
+            return
+        results = self.graph.call_function(resolve(call.op), args, kwargs)
+        for index, name in enumerate(call.outputs):
+            if name is not None:
+                item = self.graph.create_node("call_function", operator.getitem, (results, index), {}, name)
+                self.values[name] = item
+
+    def finish(self, result: Any, class_name: str) -> fx.GraphModule:
+        self.graph.output(result)
+        self.graph.lint()
+        return fx.GraphModule(torch.nn.Module(), self.graph, class_name)
+
+    def _leaf(self, leaf: Value | LocalSize | RankDevice) -> Any:
+        if isinstance(leaf, Value):
+            return self.read(leaf.node)
+        return leaf.at(self.program.sizes, self.rank) if isinstance(leaf, LocalSize) else self.device

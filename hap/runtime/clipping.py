@@ -1,0 +1,41 @@
+"""Gradient clipping by the norm of the *global* gradients, as ``torch.nn.utils.clip_grad_norm_`` on one device.
+
+A gradient that every rank holds whole counts once, a sharded one is the sum of its pieces:
+``norm = (sum over replicated |g|^p on rank 0 + sum over shards |g|^p on every rank) ^ (1/p)``, with the maximum for p = inf.
+Every rank gets the same number from one all-reduce, so replicated parameters stay alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+
+from hap.runtime.collectives import Communicator
+
+Gradients = Iterable[tuple[torch.Tensor, bool]]  # (this rank's gradient, whether it is a shard)
+
+
+def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> torch.Tensor:
+    """The norm of all gradients together, a scalar on the communicator's device. Collective."""
+    counted = [g for g, sharded in gradients if g.numel() and (sharded or comm.rank == 0)]
+    dtype = max((g.dtype for g in counted), key=lambda d: d.itemsize, default=torch.float32)
+    dtype = torch.promote_types(dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in counted]
+    zero = torch.zeros((), dtype=torch.float64, device=comm.device)
+    if math.isinf(norm_type):
+        mine = torch.stack(norms).max().double() if norms else zero
+    else:
+        mine = torch.stack(norms).double().pow(norm_type).sum() if norms else zero
+    if comm.group is not None:
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=comm.group)
+    return mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type)
+
+
+def scale_gradients(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+    """Multiply by ``min(1, max_norm / (total + 1e-6))`` in place, like torch."""
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))

@@ -1,0 +1,168 @@
+"""Feeding a program: which tensors a step takes, this rank's share of a batch, and a sampler that deals unequal shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from hap.capture.inputs import StepInputs, step_inputs
+from hap.codegen.layout import Layout
+from hap.codegen.program import Program
+from hap.errors import ProgramError
+from hap.placement import Shard
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One input of a step: its whole shape, dtype and layout. ``name`` is None if the program does not read it."""
+
+    path: str
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout | None
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        return self.shape if self.layout is None else self.layout.local_shape(self.shape, rank)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a step is called with. ``form`` is the example in its accepted form, with its tensors on ``meta``."""
+
+    feeds: Mapping[str, Feed]
+    example: StepInputs
+
+    @classmethod
+    def of(cls, program: Program, example_inputs: Any, example_targets: Any) -> Signature:
+        """Match the program's inputs with the example it was captured from."""
+        example = step_inputs(example_inputs, example_targets)
+        read = {s.target: s.name for s in program.sources_of("input")}
+        feeds: dict[str, Feed] = {}
+        for path, tensor in example.named:
+            placement = program.held[read[path]].placement if path in read else None
+            layout = Layout.of(placement, program.sizes) if isinstance(placement, Shard) else None
+            feeds[path] = Feed(path, read.get(path), tuple(tensor.shape), tensor.dtype, layout)
+        if unknown := [path for path in read if path not in feeds]:
+            raise ProgramError(f"the program reads input {unknown[0]}, which the example inputs do not have")
+        return cls(feeds, example.rebuild([t.detach().to("meta") for _, t in example.named]))
+
+    def read(self, call: StepInputs, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Program name -> local tensor, checked. ProgramError says what is wrong with the first that is."""
+        given = dict(call.named)
+        for path in given:
+            if path not in self.feeds:
+                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(self.feeds)}")
+        found: dict[str, torch.Tensor] = {}
+        for path, feed in self.feeds.items():
+            if feed.name is None:
+                continue
+            if path not in given:
+                raise ProgramError(f"input {path} is missing; the program takes {', '.join(self.feeds)}")
+            tensor, expected = given[path], feed.local_shape(rank)
+            if tuple(tensor.shape) != expected:
+                raise ProgramError(
+                    f"input {path}: rank {rank}'s share of {feed.shape} is {expected}, got {tuple(tensor.shape)}; "
+                    "see shard_batch and batch_sampler"
+                )
+            if tensor.dtype != feed.dtype:
+                raise ProgramError(f"input {path} must be {feed.dtype}, got {tensor.dtype}")
+            if tensor.device.type != device.type:
+                raise ProgramError(f"input {path} is on {tensor.device}, the program runs on {device}")
+            found[feed.name] = tensor.contiguous()
+        return found
+
+    def shares(self, batch: Any, targets: Any, rank: int, device: torch.device) -> Any:
+        """Rank's share of a global batch in the batch's own form; with targets, the pair of both."""
+        whole = step_inputs(batch, targets)
+        pieces = []
+        for path, tensor in whole.named:
+            feed = self.feeds.get(path)
+            if feed is None:
+                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(self.feeds)}")
+            if tuple(tensor.shape) != feed.shape:
+                raise ProgramError(f"input {path}: the global batch is {feed.shape}, got {tuple(tensor.shape)}")
+            piece = tensor if feed.layout is None else feed.layout.take(tensor, rank)
+            pieces.append(piece.to(device, non_blocking=True))
+        return in_form(whole.rebuild(pieces), batch, targets)
+
+    def nothing(self, rank: int) -> StepInputs:
+        """The share of a rank that holds none of the batch: the example's form with empty tensors."""
+        empties = [torch.empty(self.feeds[p].local_shape(rank), dtype=t.dtype) for p, t in self.example.named]
+        return self.example.rebuild(empties)
+
+    @property
+    def batch(self) -> tuple[int, Layout | None]:
+        """(global batch size, its layout). ProgramError if the inputs do not share one batch dim cut one way."""
+        batched = [feed for feed in self.feeds.values() if feed.name is not None and feed.shape]
+        if not batched:
+            raise ProgramError("the program takes no input with a batch dim")
+        size, layouts = batched[0].shape[0], [feed.layout for feed in batched]
+        for feed in batched:
+            if feed.shape[0] != size or feed.layout != layouts[0] or (feed.layout and feed.layout.dim != 0):
+                raise ProgramError(
+                    f"inputs {batched[0].path} and {feed.path} are dealt differently, so no sampler serves both; "
+                    "use shard_batch, or pin their placements"
+                )
+        return size, layouts[0]
+
+
+def in_form(call: StepInputs, batch: Any, targets: Any) -> Any:
+    """``call`` in the form that ``batch`` (and ``targets``) had: see ``hap.capture.inputs.step_inputs``."""
+    if isinstance(batch, Mapping):
+        shaped: Any = dict(call.kwargs)
+    elif isinstance(batch, (tuple, list)):
+        pair = len(batch) == 2 and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], Mapping)
+        shaped = (call.args, dict(call.kwargs)) if pair else type(batch)(call.args)
+    else:
+        shaped = call.args[0] if call.args else None
+    if targets is None:
+        return shaped
+    return shaped, (type(targets)(call.targets) if isinstance(targets, (tuple, list)) else call.targets[0])
+
+
+class ShareSampler(Sampler[list[int]]):
+    """This rank's indices of every global batch: ``DataLoader(data, batch_sampler=..., collate_fn=program.collate)``.
+
+    All ranks draw the same order (from ``seed + epoch``) and each takes its own rows of every global batch, so that
+    together they cover the data exactly once an epoch, up to the last incomplete batch, which is dropped: shapes are
+    compiled in. ``set_epoch`` changes the order.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        layout: Layout | None,
+        rank: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        if not drop_last and length % batch_size:
+            raise ProgramError(
+                f"{length} samples are no whole number of global batches of {batch_size}: shapes are compiled in, "
+                "so drop the last batch or pad the data"
+            )
+        self.length, self.batch_size, self.layout, self.rank = length, batch_size, layout, rank
+        self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.shuffle:
+            order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        else:
+            order = torch.arange(self.length)
+        for batch in order[: len(self) * self.batch_size].split(self.batch_size):
+            mine: Sequence[int] = (batch if self.layout is None else self.layout.take(batch, self.rank)).tolist()
+            yield list(mine)

@@ -1,0 +1,107 @@
+"""One rank's compiled step as an autograd function: forward part, backward part, and what crosses between them.
+
+``loss.backward()`` runs the backward part with the incoming tangent, so scaled losses and gradient accumulation work.
+Values that cross are held in a dict that the backward part empties, so memory falls as it proceeds; a second backward
+through the same step is therefore refused. Parameters, buffers and inputs that cross are checked not to have been
+written in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+
+from hap.codegen.fx import to_forward_module, to_graph_modules
+from hap.codegen.program import Program
+from hap.errors import ProgramError
+from hap.runtime.collectives import Communicator
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Step:
+    """The graph modules of one rank, bound to its communicator. Not an ``nn.Module``: it owns no state."""
+
+    def __init__(self, program: Program, comm: Communicator) -> None:
+        self.program, self.comm = program, comm
+        self.forward_module, self.backward_module = to_graph_modules(program, comm.rank, comm.device)
+        self._evaluation: fx.GraphModule | None = None
+        self._updated = {s.name for s in program.sources_of("buffer") if s.target in program.updates}
+        self._sources = [s.name for s in program.forward_sources]
+        self._kept_sources = [name for name in program.saved if name in set(self._sources)]
+
+    def evaluate(self, sources: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """(loss, buffer updates), keeping nothing for a backward."""
+        if self._evaluation is None:
+            self._evaluation = to_forward_module(self.program, self.comm.rank, self.comm.device, saving=False)
+        loss, updates, _ = self._evaluation(self.comm, *(sources[name] for name in self._sources))
+        return loss, updates
+
+    def forward(self, sources: Tensors) -> tuple[torch.Tensor, Tensors, dict[str, torch.Tensor]]:
+        """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy."""
+        loss, updates, saved = self.forward_module(self.comm, *(sources[name] for name in self._sources))
+        for name in self._kept_sources:
+            if name in self._updated:
+                saved[name] = saved[name].clone()
+        return loss, updates, saved
+
+    def backward(self, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Gradient of this rank's share of each trainable parameter, each in memory of its own."""
+        gradients: dict[str, torch.Tensor] = self.backward_module(self.comm, saved, tangent)
+        return _separate(gradients)
+
+    def versions(self, sources: Tensors) -> dict[str, int]:
+        """How often each source that crosses has been written so far."""
+        return {name: sources[name]._version for name in self._kept_sources if name not in self._updated}
+
+
+class RunStep(torch.autograd.Function):
+    """``apply(step, sources, updates, names, *trainable shares) -> loss``; buffer updates are put into ``updates``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: Step,
+        sources: Tensors,
+        updates: dict[str, torch.Tensor],
+        names: tuple[str, ...],
+        *trainable: torch.Tensor,
+    ) -> torch.Tensor:
+        loss, found, saved = step.forward(sources)
+        updates.update(found)
+        ctx.step, ctx.saved, ctx.names = step, saved, names
+        ctx.versions = step.versions(sources)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, tangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved, ctx.saved = ctx.saved, None
+        if saved is None:
+            raise ProgramError("backward through the same step a second time: its saved values are gone")
+        for name, version in ctx.versions.items():
+            if saved[name]._version != version:
+                raise ProgramError(f"{name} was written between the step's forward and its backward")
+        gradients = ctx.step.backward(saved, tangent)
+        return (None, None, None, None, *(gradients.get(name) for name in ctx.names))
+
+
+def _separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of those gradients that share memory with another or are a part of something larger.
+
+    Autograd keeps what it is given as ``.grad``, and clipping writes there.
+    """
+    owners: set[int] = set()
+    found: dict[str, torch.Tensor] = {}
+    for name, gradient in gradients.items():
+        storage = gradient.untyped_storage()
+        whole = storage.nbytes() == gradient.numel() * gradient.itemsize and gradient.is_contiguous()
+        if gradient.numel() and (not whole or storage.data_ptr() in owners):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        owners.add(gradient.untyped_storage().data_ptr())
+        found[name] = gradient
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hap.rules.notation import Call, Dim, Row, Rule, partial_rows
+from hap.rules.notation import Call, Dim, Row, Rule, Slot, partial_rows, whole_slots
 
 
 def embedding(call: Call) -> Iterator[Row]:
@@ -58,25 +58,44 @@ def scatter(adds: bool) -> Rule:
 
 
 def index(call: Call) -> Iterator[Row]:
-    """``index(x, [None, ..., indices, ...])`` with one tensor of integers: x's other dims, the indices' dims."""
-    position = _only_index(call.argument(1, "indices"))
-    if position is None or call.inputs[1].dtype.itemsize < 4:
+    """``index(x, [None, ..., i, j, ..., None])`` with integers at adjacent dims, which their common shape replaces.
+
+    x's other dims follow; a dim of the common shape may be sharded while x is whole.
+    """
+    positions = _adjacent(call.argument(1, "indices"))
+    indices = call.inputs[1:]
+    if not positions or any(m.dtype.itemsize < 4 for m in indices):
         return
-    spread = len(call.inputs[1].shape)
+    first, count = positions[0], len(positions)
+    common = max(len(m.shape) for m in indices)
     for dim in range(len(call.inputs[0].shape)):
-        if dim != position:
-            yield Row((Dim(dim), "R"), (Dim(dim if dim < position else dim - 1 + spread),))
-    for dim in range(spread):
-        yield Row(("R", Dim(dim)), (Dim(position + dim),))
-    yield from partial_rows(call, ("PR",))
+        if dim not in positions:
+            yield Row((Dim(dim), *whole_slots(count)), (Dim(dim if dim < first else dim - count + common),))
+    for dim in range(common):
+        slots = tuple(_broadcast(m.shape, dim - common, call.output.shape[first + dim]) for m in indices)
+        if any(isinstance(slot, Dim) for slot in slots):
+            yield Row(("R", *slots), (Dim(first + dim),))
+    yield from partial_rows(call, ("P" + "R" * count,))
+
+
+def _adjacent(indices: tuple[object, ...]) -> list[int]:
+    """The dims of the tensors of indices; none where a dim between them is not indexed."""
+    found = [i for i, item in enumerate(indices) if item is not None]
+    return found if found and found[-1] - found[0] == len(found) - 1 else []
+
+
+def _broadcast(shape: tuple[int, ...], dim: int, size: int) -> Slot:
+    """The slot of a tensor when a dim (counted from the end) of the shape that it is broadcast to is sharded."""
+    return Dim(len(shape) + dim) if len(shape) + dim >= 0 and shape[dim] == size > 1 else "R"
 
 
 def index_put(call: Call) -> Iterator[Row]:
     """``index_put(x, [..., indices, ...], values, accumulate)``, accumulating: the gradient of ``index``."""
-    position = _only_index(call.argument(1, "indices"))
+    positions = _adjacent(call.argument(1, "indices"))
     x, indices, values = (m.shape for m in call.inputs[:3]) if len(call.inputs) == 3 else ((), (), ())
-    if position is None or call.inputs[1].dtype.itemsize < 4 or not call.argument(3, "accumulate", False):
+    if len(positions) != 1 or call.inputs[1].dtype.itemsize < 4 or not call.argument(3, "accumulate", False):
         return
+    position = positions[0]
     if values != (*x[:position], *indices, *x[position + 1 :]):
         return
     for dim in range(len(x)):
@@ -93,12 +112,6 @@ def index_select(call: Call) -> Iterator[Row]:
     for dim in range(len(call.output.shape)):
         yield Row(("R", Dim(0)) if dim == indexed else (Dim(dim), "R"), (Dim(dim),))
     yield from partial_rows(call, ("PR",))
-
-
-def _only_index(indices: tuple[object, ...]) -> int | None:
-    """The dim of the one tensor of indices; None if there are several."""
-    found = [i for i, item in enumerate(indices) if item is not None]
-    return found[0] if len(found) == 1 else None
 
 
 RULES: Mapping[str, Rule] = {

@@ -10,30 +10,39 @@ import hashlib
 import importlib.resources
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from hap.errors import MissingRuleError, RuleError
 from hap.graph import Graph, Node
-from hap.rules import attention, indexing, matmul, normalisation, parts, pointwise, reduction, view
-from hap.rules.notation import Call, Einsum, Row, Rule, Slot, make_call, partial_rows
+from hap.rules import attention, convolution, indexing, matmul, normalisation, parts, pointwise, reduction, view
+from hap.rules.notation import Call, Einsum, Row, Rule, Slot, literal_key, make_call, partial_rows
 
-_FAMILIES = (attention, indexing, matmul, normalisation, parts, pointwise, reduction, view)
+_FAMILIES = (attention, convolution, indexing, matmul, normalisation, parts, pointwise, reduction, view)
 BUILTIN: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
 
 @dataclass(frozen=True)
 class UserRule:
-    """A rule from notation. ``partials``: the patterns that running the operator showed to hold (``"PR"``)."""
+    """A rule from notation. ``partials``: the patterns that running the operator showed to hold (``"PR"``).
+
+    ``literals``: ``literal_key`` of the arguments that it was proved with; it holds for no others.
+    """
 
     notation: str
     einsum: Einsum
     partials: tuple[str, ...]
+    literals: Any
 
     def __call__(self, call: Call) -> Iterable[Row]:
-        if not self.einsum.matches(call):
+        node = call.node
+        if not self.einsum.matches(call) or literal_key(node.args) != self.literals or node.kwargs:
             shapes = ", ".join(str(m.shape) for m in call.inputs)
-            raise MissingRuleError(f"rule {self.notation!r} of {call.node.op} does not fit its call with {shapes}")
+            raise MissingRuleError(
+                f"{node.op} ({node.name}), called in module {node.module!r}, has the rule {self.notation!r}, proved for "
+                f"other numbers of dims or literals than those of this call: {shapes}; {node.args}"
+            )
         return (*self.einsum.rows(), *partial_rows(call, self.partials))
 
 
@@ -59,7 +68,7 @@ class RuleTable:
             if entry.name.endswith(".py"):
                 digest.update(entry.name.encode() + entry.read_bytes())
         for op in sorted(self.user):
-            digest.update(repr((op, self.user[op].notation, self.user[op].partials)).encode())
+            digest.update(repr((op, self.user[op])).encode())
         return digest.hexdigest()
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hap.capture.blame import blame
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
 from hap.capture.decompose import decompositions
-from hap.capture.inputs import input_paths, step_inputs
+from hap.capture.inputs import StepInputs, input_paths, step_inputs
 from hap.capture.interpret import interpret, source_values
 from hap.capture.state import model_state
 from hap.capture.step import Step, copy_with, frozen_loss
@@ -52,12 +53,21 @@ def capture(
     if example_targets is not None and loss_fn is None:
         raise CaptureError("example_targets needs a loss_fn to receive them")
     inputs = step_inputs(example_inputs, example_targets)
+    with torch.inference_mode(False), torch.enable_grad():
+        graph = clean(_trace(model, inputs, loss_fn, name))
+    verify_graph(graph)
+    return graph
+
+
+def _trace(model: nn.Module, inputs: StepInputs, loss_fn: Callable[..., Any] | None, name: str) -> Graph:
+    """The graph as traced, before it is cleaned."""
     state = model_state(model)
     fakes = Fakes()
     parameters = {n: fakes.parameter(p) for n, p in state.parameters.items()}
     buffers = {n: fakes.tensor(b) for n, b in state.buffers.items()}
-    originals = [*state.parameters.values(), *state.buffers.values()]
-    copied = copy_with(model, dict(zip(map(id, originals), [*parameters.values(), *buffers.values()], strict=True)))
+    fake = {**parameters, **buffers}
+    replacements = {id(t): fake[n] for n, t in (*state.parameters.items(), *state.buffers.items())}
+    copied = copy_with(model, replacements)
     step = Step(copied, parameters, buffers, inputs, frozen_loss(loss_fn))
     try:
         trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
@@ -65,7 +75,7 @@ def capture(
         raise
     except Exception as e:
         raise blame(e, name, step.failed_module(e)) from e
-    graph = to_graph(
+    return to_graph(
         trace,
         name=name,
         parameters=tuple(parameters),
@@ -73,6 +83,3 @@ def capture(
         inputs=[path for path, _ in inputs.named],
         tied=state.tied,
     )
-    graph = clean(graph)
-    verify_graph(graph)
-    return graph

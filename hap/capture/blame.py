@@ -24,6 +24,11 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
             f"cannot capture {subject}: data-dependent control flow {where}: the program may not depend on the values "
             "in a tensor; use torch.where or a mask, or move it out of the model"
         )
+    if type(error).__name__ == "FakeTensorDeviceMismatchError":
+        return CaptureError(
+            f"cannot capture {subject}: tensors of two devices meet {where}: a tensor that the model keeps must be a "
+            "registered buffer, and a new one must take its device from an input"
+        )
     what = " ".join(str(error).split()) or "no message"
     return CaptureError(f"cannot capture {subject}: {type(error).__name__} {where}: {what[:300]}")
 

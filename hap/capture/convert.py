@@ -35,6 +35,7 @@ def to_graph(
 ) -> Graph:
     """The trace as a ``Graph``; the sequences give the user's name for each placeholder's index."""
     targets: dict[str, Sequence[str]] = {"parameter": parameters, "buffer": buffers, "input": inputs, "tangent": ("",)}
+    _check_roles((*trace.placeholders, *trace.outputs), targets)
     converter = _Converter(trace.module)
     for fx_node, role in _in_source_order(trace.placeholders):
         converter.add_source(fx_node, role.kind, targets[role.kind][role.index])
@@ -53,6 +54,14 @@ def to_graph(
         else:
             updates[buffers[role.index]] = value
     return Graph(name, tuple(converter.nodes), loss, gradients, updates, dict(tied), converter.constants)
+
+
+def _check_roles(described: Sequence[tuple[Any, Role]], targets: Mapping[str, Sequence[str]]) -> None:
+    for _, role in described:
+        changed, _, kind = role.kind.partition("_")
+        if changed == "changed":
+            remedy = "detach the new value" if kind == "buffer" else "change a clone of it"
+            raise CaptureError(f"the forward pass changes {kind} {targets[kind][role.index]} in place: {remedy}")
 
 
 def _in_source_order(placeholders: Sequence[tuple[Any, Role]]) -> list[tuple[Any, Role]]:
@@ -83,6 +92,8 @@ class _Converter:
     def add_constant(self, fx_node: Any) -> None:
         """Equal tensors become one constant."""
         tensor = operator.attrgetter(fx_node.target)(self.module)
+        if not isinstance(tensor, torch.Tensor):
+            return  # a branch of a higher-order operator, which is refused where it is called
         _check_constant(tensor)
         content = tensor.detach().cpu().contiguous()
         key = hashlib.sha256(repr((content.dtype, content.shape, content.tolist())).encode()).hexdigest()

@@ -122,18 +122,25 @@ def frozen_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None
         return loss_fn
     if any(p.requires_grad for p in loss_fn.parameters()):
         raise CaptureError("the loss_fn has trainable parameters: make it a part of the model")
-    copied = copy_with(loss_fn, {})
-    return copied if any(t.is_meta for t in copied.buffers()) else copied.cpu()
+    state = (*loss_fn.parameters(), *loss_fn.buffers())
+    return copy_with(loss_fn, {id(t): _constant(t) for t in state})
 
 
 def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.Module:
-    """A deep copy of ``model`` with the tensors whose ``id`` is a key replaced. CaptureError if it cannot be copied."""
+    """A deep copy of ``model`` with the tensors whose ``id`` is a key replaced. CaptureError if it cannot be copied.
+
+    A tensor that is neither parameter nor buffer is a constant of the program and moves to the CPU, if it has data.
+    """
     memo: dict[int, Any] = dict(replacements)
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, torch.Tensor):  # neither parameter nor buffer: a constant of the program
-                memo[id(value)] = value.detach().cpu() if value.device.type != "meta" else value
+            if isinstance(value, torch.Tensor) and id(value) not in memo:
+                memo[id(value)] = _constant(value)
     try:
         return copy.deepcopy(model, memo)
     except Exception as e:
         raise CaptureError(f"the model cannot be copied for capture: {type(e).__name__}: {e}") from e
+
+
+def _constant(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.is_meta else tensor.detach().cpu()

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -40,9 +41,16 @@ __all__ = ["Fakes", "JointTrace", "OpOverload", "Role", "get_decompositions", "i
 
 @dataclass(frozen=True)
 class Role:
-    """What a placeholder is, or what an output belongs to. ``index`` counts within its kind, in registration order."""
+    """What a placeholder is, or what an output belongs to. ``index`` counts within its kind, in registration order.
 
-    kind: Literal["parameter", "buffer", "input", "tangent", "loss", "gradient", "update"]
+    ``changed_parameter`` and ``changed_input`` are in-place changes, ``changed_buffer`` one by a value that needs
+    gradients; an in-place change of a buffer by any other value is an ``update``.
+    """
+
+    kind: Literal[
+        "parameter", "buffer", "input", "tangent", "loss", "gradient", "update",
+        "changed_parameter", "changed_input", "changed_buffer",
+    ]  # fmt: skip
     index: int = 0
 
 
@@ -82,7 +90,7 @@ def trace_joint(
     """Trace forward and backward of ``step(*inputs)``, which returns the loss. What the step raises comes through."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_export_flags())
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_quiet())
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(tracing(TracingContext(fakes.mode)))
@@ -93,6 +101,17 @@ def trace_joint(
     (output,) = (n for n in nodes if n.op == "output")
     described = zip(output.args[0], output.meta["desc"], strict=True)
     return JointTrace(module, placeholders, tuple((n, _output_role(d)) for n, d in described if n is not None))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs a traceback before it raises what capture turns into one line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager
@@ -118,6 +137,10 @@ def _input_role(descriptor: Any) -> Role:
             return Role("input", index)
         case TangentAOTInput(output=PlainAOTOutput(idx=0)):
             return Role("tangent")
+        case TangentAOTInput(output=InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target))):
+            return Role("changed_buffer", int(target[1:]))
+        case TangentAOTInput(output=InputMutationAOTOutput() as mutation):
+            return _output_role(mutation)
     raise CaptureError(f"the program needs an input that HAP does not know: {descriptor}")
 
 
@@ -129,6 +152,8 @@ def _output_role(descriptor: Any) -> Role:
             return Role("gradient", int(target[1:]))
         case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
             return Role("update", int(target[1:]))
-        case InputMutationAOTOutput():
-            raise CaptureError("the model changes one of its inputs or parameters in place: clone it first")
+        case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
+            return Role("changed_parameter", int(target[1:]))
+        case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+            return Role("changed_input", index)
     raise CaptureError(f"the program has an output that HAP does not know: {descriptor}")

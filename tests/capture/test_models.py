@@ -18,12 +18,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-def tiny_gpt2(attention: str = "sdpa", **options: Any) -> nn.Module:
+def tiny_gpt2(attention: str = "sdpa") -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = dict(n_layer=2, n_head=3, n_embd=12, vocab_size=19, n_positions=8, bos_token_id=0, eos_token_id=0)
-    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, attn_implementation=attention, **options))
+    config = GPT2Config(
+        n_layer=2, n_head=3, n_embd=12, vocab_size=19, n_positions=8, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
 def shifted_cross_entropy(output: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -53,7 +55,8 @@ def test_gpt2_with_its_own_loss_in_float32() -> None:
 
 
 def test_gpt2_attention_is_causal_without_a_mask_tensor() -> None:
-    graph = capture(tiny_gpt2(), {"input_ids": torch.zeros(4, 8, dtype=torch.int64), "labels": torch.zeros(4, 8).long()})
+    ids = torch.zeros(4, 8, dtype=torch.int64)
+    graph = capture(tiny_gpt2(), {"input_ids": ids, "labels": ids})
     (first, _) = (n for n in graph.nodes if n.op == "hap.attention.default")
     q, k, v, mask, is_causal, scale = first.args
     assert (mask, is_causal, scale) == (None, True, 0.5)  # head size 4
@@ -89,7 +92,9 @@ def test_llama_with_grouped_queries() -> None:
 
 
 def test_mlp_with_loss_fn_and_targets() -> None:
-    graph = assert_equals_eager(mlp(), torch.randn(5, 6).double(), loss_fn=F.mse_loss, targets=torch.randn(5, 4).double())
+    graph = assert_equals_eager(
+        mlp(), torch.randn(5, 6).double(), loss_fn=F.mse_loss, targets=torch.randn(5, 4).double()
+    )
     assert [n.target for n in graph.sources("input")] == ["args.0", "targets.0"]
     assert count(graph)["aten.gelu.default"] == 1  # not taken apart
     assert {"aten.addmm.default", "aten.mse_loss.default", "aten.mean.default"}.isdisjoint(count(graph))
@@ -180,7 +185,9 @@ def test_keyword_order_is_no_part_of_the_graph() -> None:
 def test_frozen_parameters_are_sources_without_gradient() -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
-    graph = assert_equals_eager(model, torch.randn(5, 6).double(), loss_fn=F.mse_loss, targets=torch.randn(5, 4).double())
+    graph = assert_equals_eager(
+        model, torch.randn(5, 6).double(), loss_fn=F.mse_loss, targets=torch.randn(5, 4).double()
+    )
     assert [n.target for n in graph.sources("parameter")] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert list(graph.gradients) == ["0.bias", "2.weight", "2.bias"]
 

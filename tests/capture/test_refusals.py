@@ -1,0 +1,178 @@
+"""What cannot be one static graph is refused in one line that names the user's line and module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hap.capture import capture
+from hap.errors import CaptureError
+
+X = torch.randn(2, 3)
+
+
+def total(output: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+class Block(nn.Module):
+    """A linear layer followed by what the test passes in."""
+
+    def __init__(self, then: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("memory", torch.zeros(2, 3))
+        self.then = then
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.then(self, self.linear(x))
+
+
+def refusal(model: nn.Module, inputs: Any = X, **options: Any) -> str:
+    with pytest.raises(CaptureError) as caught:
+        capture(model, inputs, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def branches(module: Block, y: torch.Tensor) -> torch.Tensor:
+    if y.sum() > 0:  # the guilty line
+        y = y * 2
+    return y.sum()
+
+
+def picks(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return y[y.detach().relu().nonzero()].sum()
+
+
+def reads(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return y.sum() * y.max().item()
+
+
+@pytest.mark.parametrize(("then", "line"), [(branches, 1), (picks, 1), (reads, 1)])
+def test_control_flow_on_values(then: Callable[..., Any], line: int) -> None:
+    message = refusal(nn.Sequential(nn.ReLU(), Block(then)))
+    source, first = inspect.getsourcelines(then)
+    assert f"data-dependent control flow at {__file__}:{first + line}: " in message
+    assert f"`{source[line].partition('#')[0].strip()}" in message
+    assert "in module '1'" in message
+
+
+def fails(module: Block, y: torch.Tensor) -> torch.Tensor:
+    raise KeyError("no such\nhead")
+
+
+def test_an_exception_of_the_users_own_keeps_its_cause() -> None:
+    with pytest.raises(
+        CaptureError, match=r"KeyError at .*test_refusals.py:\d+: `raise KeyError.*in the root module"
+    ) as e:
+        capture(Block(fails), X)
+    assert isinstance(e.value.__cause__, KeyError)
+    assert "\n" not in str(e.value)
+
+
+def test_an_exception_inside_torchs_own_modules_names_the_module(capfd: pytest.CaptureFixture[str]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4))
+    assert "RuntimeError in module '1'" in refusal(model, loss_fn=total)
+    assert capfd.readouterr().err == ""  # torch logs no traceback either
+
+
+def test_calls_that_do_not_fit_the_signature() -> None:
+    assert "unexpected keyword argument 'y'" in refusal(nn.Linear(3, 3), {"y": X}, loss_fn=total)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "expected"),
+    [
+        (None, "the loss must be a scalar, and has shape (2, 3)"),
+        (lambda out: out, "the loss must be a scalar, and has shape (2, 3)"),
+        (lambda out: None, "no loss in what the loss_fn returns"),
+        (lambda out: out.argmax(), "the loss must be floating-point, and is torch.int64"),
+        (lambda out: out.detach().sum(), "the loss depends on no trainable parameter"),
+    ],
+)
+def test_no_scalar_loss(loss_fn: Any, expected: str) -> None:
+    assert expected in refusal(nn.Linear(3, 3), loss_fn=loss_fn)
+
+
+def test_a_model_without_labels_has_no_loss() -> None:
+    assert "no loss in what the model (which returns a dict) returns" in refusal(Block(lambda module, y: {"logits": y}))
+
+
+def test_targets_without_a_loss_function() -> None:
+    assert refusal(nn.Linear(3, 3), example_targets=X) == "example_targets needs a loss_fn to receive them"
+
+
+def test_inputs_that_are_no_inputs() -> None:
+    assert "input args.0 requires grad" in refusal(nn.Linear(3, 3), X.clone().requires_grad_(), loss_fn=total)
+    assert "input kwargs.cache is a object" in refusal(nn.Linear(3, 3), {"input": X, "cache": object()}, loss_fn=total)
+
+
+def test_changes_in_place() -> None:
+    class ChangesInput(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.mul_(2)
+            return super().forward(x)
+
+    def changes_weight(module: Block, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            module.linear.weight.mul_(2)
+        return y.sum()
+
+    def remembers(module: Block, y: torch.Tensor) -> torch.Tensor:
+        module.memory.copy_(y)
+        return y.sum()
+
+    assert "changes input args.0 in place" in refusal(ChangesInput(3, 3), loss_fn=total)
+    assert "changes parameter linear.weight in place" in refusal(Block(changes_weight))
+    assert "changes buffer memory in place: detach the new value" in refusal(Block(remembers))
+
+
+def test_a_buffer_replaced_by_another_shape() -> None:
+    def grows(module: Block, y: torch.Tensor) -> torch.Tensor:
+        module.memory = torch.cat([module.memory, y.detach()])
+        return y.sum()
+
+    assert "replaces buffer memory by a tensor of another shape" in refusal(Block(grows))
+
+
+def test_operators_without_graph_form() -> None:
+    def strided(module: Block, y: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided(y, (2, 2), (1, 1)).sum()
+
+    def conditional(module: Block, y: torch.Tensor) -> torch.Tensor:
+        return torch.cond(y.sum() > 0, torch.cos, torch.sin, (y,)).sum()
+
+    assert "aten.as_strided.default, whose result depends on memory layout" in refusal(Block(strided))
+    assert "calls cond, which is no plain operator" in refusal(Block(conditional))
+
+
+def test_parameters_that_are_no_plain_tensors() -> None:
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    shared = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    shared[1].weight = nn.Parameter(shared[0].weight.data)
+    assert "the model has no trainable parameter" in refusal(frozen, loss_fn=total)
+    assert "weight is not initialised yet" in refusal(nn.LazyLinear(3), loss_fn=total)
+    assert "1.weight and 0.weight share memory but are two parameters" in refusal(shared, loss_fn=total)
+
+
+def test_a_tensor_without_data_outside_of_the_buffers() -> None:
+    block = Block(lambda module, y: (y * module.table).sum())
+    block.table = torch.ones(3, device="meta")
+    assert "a tensor that the model keeps must be a registered buffer" in refusal(block)
+
+
+def test_a_large_tensor_outside_of_the_buffers() -> None:
+    block = Block(lambda module, y: (y[0, 0] * module.table).sum())
+    block.table = torch.ones(1025, 1024)
+    assert "a tensor of shape (1025, 1024) is built into the program: register it as a buffer" in refusal(block)
+
+
+def test_a_loss_with_parameters_of_its_own() -> None:
+    assert "the loss_fn has trainable parameters" in refusal(nn.Linear(3, 3), loss_fn=nn.Linear(3, 1))

@@ -3,8 +3,8 @@
     forward(comm, *sources)          -> (loss, updates, saved)     sources in the order of ``program.forward_sources``
     backward(comm, saved, tangent)   -> gradients
 
-``comm`` is a ``Communicator`` (anything with its methods will do); ``updates``, ``gradients`` and ``saved`` are dicts. The
-backward takes each saved value out of ``saved`` where it first reads it, and every value is dropped after its last
+``comm`` is a ``Communicator`` (anything with its methods will do); ``updates``, ``gradients`` and ``saved`` are dicts.
+The backward takes each saved value out of ``saved`` where it first reads it, and every value is dropped after its last
 use (FX writes ``name = None``), so memory falls as the backward proceeds.
 """
 

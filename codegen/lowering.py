@@ -23,8 +23,8 @@ from hap.conversion import Need, collective_kind, find_needs, required_results
 from hap.errors import PlanError
 from hap.graph import Graph, Node, Phase, Value, map_values
 from hap.ops import takes_device
-from hap.placement import REPLICATE, Partial, Placement, parse_placement
-from hap.plan import Conversion, Plan, Strategy
+from hap.placement import REPLICATE, Partial, Placement, Shard, parse_placement
+from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import localize
 
 RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p", "rank", "saved", "self", "torch", "x")
@@ -106,7 +106,8 @@ class _Lowering:
     ) -> None:
         self.graph, self.plan, self.strategies, self.conversions = graph, plan, strategies, conversions
         self.position = {n.name: i for i, n in enumerate(graph.nodes)}
-        constants = group_labels({name: group.label for name, group in plan.groups.items()})
+        self.groups = _used_groups(plan, strategies.values())
+        constants = group_labels({name: group.label for name, group in self.groups.items()})
         self.names = _Names(graph, [name for _, name in constants])
         self.held: dict[str, Held] = {}
         self.parts: dict[Phase, list[Instruction]] = {"forward": [], "backward": []}
@@ -137,8 +138,8 @@ class _Lowering:
             name=graph.name,
             graph_fingerprint=graph.fingerprint,
             world_size=self.plan.world_size,
-            sizes=self.plan.sizes,
-            labels={name: group.label for name, group in self.plan.groups.items()},
+            sizes={name: group.sizes for name, group in self.groups.items()},
+            labels={name: group.label for name, group in self.groups.items()},
             sources=sources,
             forward=tuple(self.parts["forward"]),
             backward=tuple(self.parts["backward"]),
@@ -288,6 +289,12 @@ def _placed(strategy: Strategy, index: int) -> Placement:
     if placement is None:
         raise PlanError(f"strategy {strategy} gives output {index} no placement")
     return placement
+
+
+def _used_groups(plan: Plan, strategies: Iterable[Strategy]) -> dict[str, GroupPlan]:
+    """The groups that some strategy shards, in the plan's order."""
+    used = {p.group for s in strategies for p in (*s.inputs, *s.outputs) if isinstance(p, Shard)}
+    return {name: group for name, group in plan.groups.items() if name in used}
 
 
 def _device(node: Node) -> tuple[tuple[str, Any], ...]:

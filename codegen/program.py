@@ -18,6 +18,7 @@ that are not those the strategies imply, and a collective or decomposition that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -201,10 +202,16 @@ def placement_suffix(placement: Placement) -> str:
 
 
 def group_labels(labels: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Group -> a Python constant's name made of its label: ``batch`` -> ``BATCH``; unique, in the given order."""
+    """Group -> a Python constant's name made of its label, unique, in the given order.
+
+    ``batch`` becomes ``BATCH``; of dotted names the part that all labels share is left out, so that of
+    ``heads of model.h.0.attn`` and ``model.wte.weight dim 0`` remain ``HEADS_OF_H_0_ATTN`` and ``WTE_WEIGHT_DIM_0``.
+    """
+    shared = _shared_path([word.split(".") for label in labels.values() for word in label.split() if "." in word])
     taken: set[str] = set()
     for group, label in labels.items():
-        words = "".join(c if c.isalnum() and c.isascii() else "_" for c in label).strip("_").upper()
+        short = " ".join(word.removeprefix(shared) for word in label.split())
+        words = "_".join(re.findall("[0-9A-Za-z]+", short)).upper()
         base = words if words and not words[0].isdigit() else f"GROUP_{words}".rstrip("_")
         name, count = base, 1
         while name in taken:
@@ -212,6 +219,18 @@ def group_labels(labels: Mapping[str, str]) -> Iterator[tuple[str, str]]:
             name = f"{base}_{count}"
         taken.add(name)
         yield group, name
+
+
+def _shared_path(paths: Sequence[Sequence[str]]) -> str:
+    """The components that all paths begin with, joined, with a final dot; never the name before a number."""
+    shared: list[str] = []
+    for parts in zip(*(path[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    while shared and any(path[len(shared)].isdigit() for path in paths):
+        shared.pop()
+    return ".".join([*shared, ""])
 
 
 assert set(DECOMPOSITIONS) == set(get_args(Collective))

@@ -16,7 +16,7 @@ from typing import Any
 from hap.codegen.call import collective_arguments, map_leaves, returns_many
 from hap.codegen.layout import Layout
 from hap.codegen.program import Call, Convert, Held, Instruction, Program, RankDevice, Source, group_labels, last_uses
-from hap.codegen.text import INDENT, WIDTH, Bracket, Text, call, entry, literal, statement
+from hap.codegen.text import INDENT, WIDTH, Bracket, Text, call, entry, literal, quoted, statement, subscript
 from hap.graph import Value
 from hap.ops import resolve
 from hap.placement import LocalSize, Partial, Shard
@@ -72,7 +72,7 @@ class _File:
         return [f'"""{wrapped[0]}', *wrapped[1:], "", *facts, "", *self.shares(), '"""']
 
     def shares(self) -> list[str]:
-        """The table of ranks: device, then what the rank holds of each group."""
+        """The table of ranks: device, then what the rank holds of each group, as many as the width allows."""
         columns = [self.constant[g] for g in self.program.sizes]
         rows = [
             [str(rank), device, *(f"{s[rank]}/{sum(s)}" for s in self.program.sizes.values())]
@@ -80,12 +80,9 @@ class _File:
         ]
         table = [["rank", "device", *columns], *rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
-        if max(map(len, lines)) <= WIDTH:
-            return lines
-        return [f"rank {rank}  {device}" for rank, device in enumerate(self.plan.devices)]
+        while sum(widths) + 2 * len(widths) > WIDTH and len(widths) > 2:
+            widths.pop()
+        return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in table]
 
     def imports(self) -> list[str]:
         own: dict[str, dict[str, None]] = {}
@@ -120,12 +117,12 @@ class _File:
             lines += self._table(name, self.program.sources_of(kind))  # type: ignore[arg-type]
         constants = self.program.sources_of("constant")
         if constants:
-            items = tuple(entry(_quoted(s.target), self._constant(s)) for s in constants)
+            items = tuple(entry(quoted(s.target), self._constant(s)) for s in constants)
             lines += ["", *statement("", "CONSTANTS = ", Bracket("{", items, "}"), exploded=True)]
         return lines
 
     def _table(self, name: str, sources: Sequence[Source]) -> list[str]:
-        items = tuple(entry(_quoted(s.target), self._described(self.program.held[s.name])) for s in sources)
+        items = tuple(entry(quoted(s.target), self._described(self.program.held[s.name])) for s in sources)
         return statement("", f"{name} = ", Bracket("{", items, "}"), exploded=True)
 
     def _described(self, held: Held) -> Text:
@@ -179,14 +176,14 @@ class _File:
             *statement(INDENT, "return ", _dict(program.gradients.items()), exploded=True),
         ]
 
-    def _load_source(self, name: str) -> str | None:
+    def _load_source(self, name: str) -> Text | None:
         source = self.by_name.get(name)
-        return None if source is None else f"{_LOCAL[source.kind]}[{_quoted(source.target)}]"
+        return None if source is None else subscript(_LOCAL[source.kind], source.target)
 
-    def _load_saved(self, name: str) -> str | None:
+    def _load_saved(self, name: str) -> Text | None:
         if name == self.program.tangent:
             return None if name == "tangent" else "tangent"
-        return f"saved.pop({_quoted(name)})"
+        return call("saved.pop", [quoted(name)])
 
     def shape_comment(self, name: str) -> str:
         """``(10*BATCH, 48)``; a value whose sum over ranks is meant says ``partial``."""
@@ -203,7 +200,7 @@ class _File:
 class _Body:
     """The lines of one function in the making. ``load`` gives the text that fetches a name from outside."""
 
-    def __init__(self, file: _File, kept: Sequence[str], load: Callable[[str], str | None]) -> None:
+    def __init__(self, file: _File, kept: Sequence[str], load: Callable[[str], Text | None]) -> None:
         self.file, self.kept, self.outside = file, kept, load
         self.lines: list[str] = []
         self.defined: set[str] = set()
@@ -307,7 +304,7 @@ def _is_local(leaf: Any) -> bool:
 
 
 def _dict(items: Iterable[tuple[str, str]]) -> Bracket:
-    return Bracket("{", tuple(entry(_quoted(key), value) for key, value in items), "}")
+    return Bracket("{", tuple(entry(quoted(key), value) for key, value in items), "}")
 
 
 def _delete(names: Sequence[str]) -> list[str]:
@@ -319,7 +316,3 @@ def _delete(names: Sequence[str]) -> list[str]:
         else:
             line += f", {name}"
     return [*lines, line]
-
-
-def _quoted(text: str) -> str:
-    return str(literal(text))

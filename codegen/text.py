@@ -45,6 +45,16 @@ def call(function: str, args: Sequence[Text], keywords: Sequence[tuple[str, Text
     return Bracket(f"{function}(", (*args, *named), ")")
 
 
+def subscript(table: str, key: str) -> Bracket:
+    """``table["key"]``."""
+    return Bracket(f"{table}[", (quoted(key),), "]")
+
+
+def quoted(text: str) -> str:
+    """A string literal."""
+    return json.dumps(text)
+
+
 def entry(key: str, value: Text) -> Text:
     """``key: value`` of a dict."""
     return (
@@ -55,6 +65,8 @@ def entry(key: str, value: Text) -> Text:
 def statement(indent: str, prefix: str, text: Text, comment: str = "", *, exploded: bool = False) -> list[str]:
     """The lines of ``prefix text  # comment``; ``exploded`` puts every item on a line of its own whatever the width."""
     tail = f"  # {comment}" if comment else ""
+    if isinstance(text, Bracket) and len(indent + prefix + text.open) > WIDTH:
+        return [f"{indent}{prefix}(", *_lines(indent + INDENT, "", text, "", exploded), f"{indent}){tail}"]
     return _lines(indent, prefix, text, tail, exploded)
 
 
@@ -73,7 +85,7 @@ def _lines(indent: str, prefix: str, text: Text, tail: str, exploded: bool) -> l
 
 def _keeps_comma(text: Bracket) -> bool:
     """Whether items go on lines of their own at once (lists, dicts, tuples), not first all on one (calls)."""
-    return not text.open.endswith("(") or text.open == "(" or text.open.endswith((" (", "=("))
+    return not (text.open[-2:-1].isalnum() or text.open[-2:-1] == "_")
 
 
 def literal(value: Any) -> Text:
@@ -83,7 +95,7 @@ def literal(value: Any) -> Text:
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     if isinstance(value, str):
-        return json.dumps(value)
+        return quoted(value)
     known = (bool, int, float, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
     assert isinstance(value, known), f"{value!r} cannot be written as Python"
     return str(value)

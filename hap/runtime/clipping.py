@@ -1,7 +1,7 @@
 """Gradient clipping by the norm of the *global* gradients, as ``torch.nn.utils.clip_grad_norm_`` on one device.
 
 A gradient that every rank holds whole counts once, a sharded one is the sum of its pieces:
-``norm = (sum over replicated |g|^p on rank 0 + sum over shards |g|^p on every rank) ^ (1/p)``, with the maximum for p = inf.
+``norm = (sum over replicated |g|^p on rank 0 + sum over shards |g|^p on every rank) ^ (1/p)``, the maximum for p = inf.
 Every rank gets the same number from one all-reduce, so replicated parameters stay alike.
 """
 

@@ -1,4 +1,4 @@
-"""Feeding a program: which tensors a step takes, this rank's share of a batch, and a sampler that deals unequal shares."""
+"""Feeding a program: what a step takes, this rank's share of a batch, and a sampler that deals unequal shares."""
 
 from __future__ import annotations
 

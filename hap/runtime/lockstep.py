@@ -1,8 +1,8 @@
 """All ranks of a program in one process, one instruction at a time: what the program means, without any network.
 
 A value is a list with one local tensor per rank. A conversion is done by definition (join or sum the pieces, then cut
-them anew), so the same run is the specification of ``hap.runtime.collectives``, and hundreds of plans can be tried in the
-time that starting processes would take.
+them anew), so the same run is the specification of ``hap.runtime.collectives``, and hundreds of plans can be tried in
+the time that starting processes would take.
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class HapProgram(nn.Module):
     def shard_batch(self, batch: Any, targets: Any = None) -> Any:
         """This rank's share of a global batch, in the batch's own form, on this rank's device.
 
-        ``batch`` is a tensor, a tuple or list of positionals, a dict of keywords, or ``(args, kwargs)``; with ``targets``
-        the result is the pair of both.
+        ``batch`` is a tensor, a tuple or list of positionals, a dict of keywords, or ``(args, kwargs)``; with
+        ``targets`` the result is the pair of both.
         """
         return self._signature.shares(batch, targets, self._comm.rank, self._comm.device)
 

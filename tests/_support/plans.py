@@ -26,17 +26,22 @@ def random_strategies(choices: Choices, source: random.Random) -> dict[str, Stra
     return chosen
 
 
-def greedy_strategies(choices: Choices, wishes: Mapping[str, int | None]) -> dict[str, Strategy]:
-    """For each node the strategy with the fewest elements to convert; ``wishes`` maps a source's target to the dim to
-    shard, None to keep it whole (the default)."""
+def greedy_strategies(choices: Choices, wishes: Mapping[str, tuple[int, int]]) -> dict[str, Strategy]:
+    """For each node the strategy with the fewest elements to convert.
+
+    ``wishes`` maps a source's target to ``(dim, n)``: shard this dim in n atoms. All other sources stay whole."""
     chosen: dict[str, Strategy] = {}
     for node in choices.graph.nodes:
         able = possible(choices, chosen, node)
         if node.is_source:
-            able = [s for s in able if getattr(s.outputs[0], "dim", None) == wishes.get(node.target)][:1]
-            assert able, f"{node.target} cannot be sharded on dim {wishes[node.target]}"
+            able = [s for s in able if _cut(s.outputs[0]) == wishes.get(node.target)][:1]
+            assert able, f"{node.target} cannot be sharded by {wishes[node.target]}"
         chosen[node.name] = min(able, key=lambda s, n=node: _effort(choices.graph, chosen, n, s))
     return chosen
+
+
+def _cut(placement: Placement | None) -> tuple[int, int] | None:
+    return (placement.dim, placement.n) if isinstance(placement, Shard) else None
 
 
 def possible(choices: Choices, chosen: Mapping[str, Strategy], node: Node) -> list[Strategy]:
@@ -66,8 +71,8 @@ def _weight(source: Placement | None, target: Placement) -> float:
     return 2.0 if source == PARTIAL else 1.0 if isinstance(source, Shard) else 0.01
 
 
-def sizes_for(choices: Choices, ratios: tuple[int, ...], exact: Mapping[int, Sizes] | None = None) -> dict[str, Sizes]:
-    """Sizes of every group in proportion to ``ratios`` (remainders to the first), or ``exact[n]`` where given."""
+def sizes_for(choices: Choices, ratios: Sizes, exact: Mapping[int, Sizes] | None = None) -> dict[str, Sizes]:
+    """Sizes of every group in proportion to ``ratios``, the remainder to the largest; ``exact[n]`` where given."""
     found = {}
     for name, group in choices.groups.items():
         shares = [group.n * r // sum(ratios) for r in ratios]

@@ -138,6 +138,18 @@ def emulated_cluster(cluster: ClusterSpec, host: HostRate, loopback: Link) -> Cl
     return ClusterSpec(name=f"{cluster.name}-emulated", backend="gloo", hosts=tuple(hosts))
 
 
+def play(cluster: ClusterSpec) -> tuple[ClusterSpec, Throttle]:
+    """The cluster as this machine emulates it, the same on every rank, and this rank's throttle. Collective."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    cluster.check_world_size(world_size)
+    factors = slowdowns(cluster)
+    loopback = measure_loopback(world_size)
+    dist.barrier()  # the others wait, idle, while rank 0 measures
+    played = [emulated_cluster(cluster, measure_host(), loopback).to_yaml() if rank == 0 else ""]
+    dist.broadcast_object_list(played)
+    return ClusterSpec.from_yaml(played[0], "the emulated cluster"), Throttle(factors[rank])
+
+
 def _played(spec: DeviceSpec, host: HostRate, slowdown: float) -> DeviceSpec:
     device = spec.device(0, "", 0)
     return DeviceSpec.model_validate(

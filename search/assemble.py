@@ -1,0 +1,89 @@
+"""From the decisions to the ``Plan``: provenance, groups in use, conversions in order, prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+import hap
+from hap.cluster import ClusterSpec
+from hap.cost_models.evaluate import Evaluation
+from hap.placement import GroupSizes, Shard
+from hap.plan import GroupPlan, Plan, Provenance, Strategy, verify_plan
+from hap.rules.choices import Choices
+from hap.rules.table import rules_fingerprint
+from hap.units import format_size
+
+ASSUMPTIONS = (
+    "device and link numbers come from the cluster description and the GPU catalogue, not from measurement",
+    "compute and communication do not overlap",
+    "the lower bound holds for this cost model and does not count communication",
+)
+
+
+def used_groups(strategies: Iterable[Strategy]) -> tuple[str, ...]:
+    """The groups that some chosen placement shards, in order of first appearance."""
+    found: dict[str, None] = {}
+    for s in strategies:
+        for p in (*s.inputs, *s.outputs):
+            if isinstance(p, Shard):
+                found[p.group] = None
+    return tuple(found)
+
+
+def assemble_plan(
+    choices: Choices,
+    cluster: ClusterSpec,
+    strategies: Mapping[str, Strategy],
+    sizes: GroupSizes,
+    evaluation: Evaluation,
+    *,
+    optimizer: str,
+    model_name: str,
+    lower_bound_s: float,
+    solver: Mapping[str, Any],
+) -> Plan:
+    """The plan of one choice and its evaluation. Only groups that some placement shards are in it."""
+    graph, groups = choices.graph, choices.groups
+    trained = sum(n.meta.numel for n in graph.sources("parameter"))
+    plan = Plan(
+        provenance=Provenance(
+            model=model_name,
+            model_fingerprint=graph.fingerprint,
+            parameters=trained,
+            cluster=cluster.name,
+            cluster_fingerprint=cluster.fingerprint,
+            world_size=cluster.world_size,
+            backend=cluster.backend,
+            rules_fingerprint=rules_fingerprint(),
+            hap_version=hap.__version__,
+            torch_version=torch.__version__.partition("+")[0],
+            optimizer=optimizer,
+            solver=dict(solver),
+            assumptions=ASSUMPTIONS,
+        ),
+        groups={
+            name: GroupPlan(n=groups[name].n, label=groups[name].label, sizes=tuple(sizes[name]))
+            for name in used_groups(strategies.values())
+        },
+        strategies={node.name: str(strategies[node.name]) for node in graph.nodes},
+        conversions=evaluation.to_conversions(),
+        predicted=evaluation.to_prediction(lower_bound_s).model_copy(update={"tight": tightest(evaluation)}),
+        devices=tuple(d.name for d in cluster.devices),
+    )
+    verify_plan(plan)
+    return plan
+
+
+def tightest(evaluation: Evaluation, *, full: float = 0.97) -> str:
+    """What limits the step, in words: links or the busiest device; and every device whose memory is ``full``."""
+    filled = [
+        f"memory of {name} ({format_size(used)} of {format_size(usable)})"
+        for name, used, usable in zip(
+            evaluation.devices, evaluation.memory_bytes, evaluation.usable_bytes, strict=True
+        )
+        if used > full * usable
+    ]
+    return "; ".join([evaluation.tight, *filled])

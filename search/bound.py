@@ -1,0 +1,134 @@
+"""A proved lower bound of the cost model's step time, over all strategies and all share vectors.
+
+For weights w >= 0 of the ranks that sum to 1, a step takes at least the weighted mean of the ranks' compute times:
+
+    T >= max_r sum_n t[n,r] >= sum_n sum_r w[r] t[n,r]
+
+whatever the strategies, since ``evaluate`` adds up, stage by stage, the slowest rank, and communication is not negative.
+Under strategy s a rank with share rho of the sharded group needs at least ``fixed[n,s,r] + rho slope[n,s,r]`` seconds (a
+side of the roofline; a rank that is idle without a share needs at least rho times its seconds for everything, because
+a launch and reading the replicated operands cost the same for any share). As the shares of a group sum to 1,
+
+    sum_r w[r] t[n,r] >= min_s ( sum_r w[r] fixed[n,s,r] + min_r w[r] slope[n,s,r] )                        (node_bound)
+
+Every node may have its own shares, so one ratio vector per group, per segment or per node all obey it. The weights that
+make the bound largest are found by an LP (``best_weights``, GLOP); any weights are valid, so nothing rests on the solver:
+``node_bound`` is evaluated anew in plain arithmetic. With one op class and equal intercepts the best weights are
+proportional to speed, and the bound is ``(A + n B) / sum(speed)`` of feasibility.md section 5.
+
+Assumptions: the cost model's numbers; communication and memory are not in the bound, so where they bind the gap is wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from hap.cost_models.compute import parts_coefficients, parts_seconds
+from hap.fabric import Array
+from hap.hosts import Device
+from hap.placement import Shard
+from hap.plan import Strategy
+from hap.search.milp import MS, SEED
+from hap.search.prices import Facts
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a node under one strategy: at least ``fixed[c] + share * slope[c]`` on a device of class c."""
+
+    fixed: tuple[float, ...]
+    slope: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """``menus``: the distinct nodes as the lines of their strategies, with how many nodes are so; ``counts``: devices
+    per class."""
+
+    menus: tuple[tuple[tuple[Line, ...], int], ...]
+    counts: tuple[int, ...]
+
+    def seconds(self, weights: Sequence[float]) -> float:
+        """The bound for any weights (one per device class, >= 0; scaled here so that all devices' weights sum to 1)."""
+        total = sum(w * c for w, c in zip(weights, self.counts, strict=True))
+        assert total > 0 and min(weights) >= 0, f"not weights: {tuple(weights)}"
+        scaled = np.array(weights) / total
+        many = scaled * np.array(self.counts)
+        return float(sum(count * min(_line_bound(line, scaled, many) for line in lines) for lines, count in self.menus))
+
+
+def _line_bound(line: Line, weight: Array, many: Array) -> float:
+    return float(many @ np.array(line.fixed) + (weight * np.array(line.slope)).min())
+
+
+def best_weights(bound: Bound) -> tuple[float, ...]:
+    """Weights that make ``bound.seconds`` largest."""
+    model = mathopt.Model(name="weights")
+    weights = [model.add_variable(lb=0, name=f"w[{c}]") for c in range(len(bound.counts))]
+    row = model.add_linear_constraint(lb=1, ub=1, name="all")
+    for w, count in zip(weights, bound.counts, strict=True):
+        row.set_coefficient(w, count)
+    for m, (lines, count) in enumerate(bound.menus):
+        node = model.add_variable(lb=0, name=f"node[{m}]")
+        model.objective.set_linear_coefficient(node, count)
+        for s, line in enumerate(lines):
+            least = model.add_variable(lb=0, name=f"least[{m},{s}]")
+            row = model.add_linear_constraint(ub=0, name=f"strategy[{m},{s}]")
+            row.set_coefficient(node, 1.0)
+            row.set_coefficient(least, -1.0)
+            for c, w in enumerate(weights):
+                row.set_coefficient(w, -line.fixed[c] * bound.counts[c] * MS)
+                below = model.add_linear_constraint(ub=0, name=f"least[{m},{s},{c}]")
+                below.set_coefficient(least, 1.0)
+                below.set_coefficient(w, -line.slope[c] * MS)
+    model.objective.is_maximize = True
+    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
+    assert result.has_primal_feasible_solution(), "the weights have no feasible point"
+    values = result.variable_values()
+    return tuple(max(0.0, values[w]) for w in weights)
+
+
+def make_bound(facts: Facts) -> Bound:
+    """The bound's lines of every node under every strategy that was a candidate, on one device of every class."""
+    kinds: dict[object, list[Device]] = {}
+    for d in facts.cluster.devices:
+        numbers = (tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s)
+        kinds.setdefault(numbers, []).append(d)
+    devices = tuple(same[0] for same in kinds.values())
+    menus: dict[tuple[Line, ...], int] = {}
+    for name, strategies in facts.candidates.items():
+        lines = tuple(dict.fromkeys(_line(facts, name, s, devices) for s in strategies))
+        if not any(all(f == 0 for f in line.fixed) and all(s == 0 for s in line.slope) for line in lines):
+            menus[lines] = menus.get(lines, 0) + 1
+    return Bound(tuple(menus.items()), tuple(len(same) for same in kinds.values()))
+
+
+def _line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Device]) -> Line:
+    if facts.graph.by_name[name].is_source:
+        return _update_line(facts, name, strategy, devices)
+    parts = facts.parts(name, strategy)
+    if parts.group is None or parts.idle_when_empty:
+        whole = tuple(parts_seconds(parts, 1.0, d) for d in devices)
+        nothing = (0.0,) * len(devices)
+        return Line(whole, nothing) if parts.group is None else Line(nothing, whole)
+    even = 1.0 / facts.cluster.world_size
+    pairs = [parts_coefficients(parts, d, at_share=even) for d in devices]
+    return Line(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
+
+
+def _update_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Device]) -> Line:
+    placement, n = strategy.outputs[0], facts.cluster.world_size
+    everything = {placement.group: (placement.n,) * n} if isinstance(placement, Shard) else {}
+    seconds = facts.update_s(name, strategy, everything)
+    whole, nothing = tuple(float(seconds[d.rank]) for d in devices), (0.0,) * len(devices)
+    return Line(nothing, whole) if isinstance(placement, Shard) else Line(whole, nothing)
+
+
+def lower_bound_s(facts: Facts) -> float:
+    """The bound in seconds with the best weights."""
+    bound = make_bound(facts)
+    return bound.seconds(best_weights(bound)) if bound.menus else 0.0

@@ -1,0 +1,216 @@
+"""Which nodes are the same: structural de-duplication by colour refinement, so that identical layers are solved once.
+
+A node's first colour is its operator, literals, output shapes, phase, role as a result, and its candidate strategies with
+their groups renamed in order of appearance; nodes of one colour therefore have strategies that correspond *by index*.
+Each of ``RADIUS`` rounds then refines a colour by the colours of what the node reads and of what reads it
+(Weisfeiler-Lehman; feasibility-details.md section 4). Nodes of one final colour form a ``NodeClass`` and get one common
+decision: the index of a strategy. Layers need not be matched, and the first and last ones stay free.
+
+A tied decision is never an approximation of the cost: the values of a class fall into ``ValueClass`` es, values whose
+producer and consumers have the same pattern of equal and different placements, and a cost of a class is the sum over
+its members of what each really costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hap.graph import Graph, Node, Phase, Value, map_values
+from hap.placement import REPLICATE, Placement, Shard
+from hap.plan import Strategy
+
+RADIUS = 4
+HOME = -1  # position of a need that is the placement of a parameter's or buffer's own output
+Candidates = Mapping[str, Sequence[Strategy]]  # node -> its strategies, after pins
+
+
+@dataclass(frozen=True)
+class NodeClass:
+    """Nodes that take the same decision. ``options`` is the number of strategies of each of them."""
+
+    members: tuple[str, ...]
+    options: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One reader of a value: class ``reader`` at tensor argument ``position`` (``HOME``: it must end where that source
+    lives). ``reader`` is None for the loss, which must end replicated."""
+
+    reader: int | None
+    position: int
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class ValueClass:
+    """Values produced alike and read alike.
+
+    ``members[m]`` is a value; ``produced[m][i]`` its placement under option i of class ``producer``; ``needed[m][k][j]``
+    the placement that slot k wants under option j of its reader. Which of these placements are equal does not depend on m.
+    """
+
+    producer: int
+    slots: tuple[Slot, ...]
+    members: tuple[Value, ...]
+    produced: tuple[tuple[Placement, ...], ...]
+    needed: tuple[tuple[tuple[Placement, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The partition of a graph: ``of[node]`` is an index into ``nodes``. Each entry of ``together`` is about one group:
+    the classes of inputs that can be sharded in it, with the options that do so; all of them or none will be."""
+
+    nodes: tuple[NodeClass, ...]
+    of: Mapping[str, int]
+    values: tuple[ValueClass, ...]
+    together: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]
+
+    def expand(self, picks: Sequence[int], candidates: Candidates) -> dict[str, Strategy]:
+        """One strategy per node from one option index per class."""
+        return {name: candidates[name][picks[c]] for name, c in self.of.items()}
+
+
+def find_classes(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) -> Classes:
+    """The node and value classes of a graph under its candidate strategies. Deterministic: first appearance orders all."""
+    of = _refine(graph, candidates, radius)
+    members: dict[int, list[str]] = {}
+    for node in graph.nodes:
+        members.setdefault(of[node.name], []).append(node.name)
+    nodes = tuple(NodeClass(tuple(m), len(candidates[m[0]])) for _, m in sorted(members.items()))
+    return Classes(nodes, of, _value_classes(graph, candidates, of), _together(graph, candidates, of))
+
+
+def _refine(graph: Graph, candidates: Candidates, radius: int) -> dict[str, int]:
+    homes = {n.target: n.name for n in graph.nodes if n.op in ("parameter", "buffer")}
+    ends = [(value, homes[t]) for t, value in (*graph.gradients.items(), *graph.updates.items())]
+    readers: dict[str, list[tuple[str, int, int]]] = {n.name: [] for n in graph.nodes}
+    home_of: dict[str, list[tuple[str, int]]] = {n.name: [] for n in graph.nodes}
+    for node in graph.nodes:
+        for position, value in enumerate(node.inputs):
+            readers[value.node].append((node.name, position, value.index))
+    for value, home in ends:
+        readers[value.node].append((home, HOME, value.index))
+        home_of[home].append((value.node, value.index))
+    colour = _number((n.name, _first_colour(graph, n, candidates[n.name])) for n in graph.nodes)
+    for _ in range(radius):
+        refined = _number(
+            (
+                n.name,
+                (
+                    colour[n.name],
+                    tuple((colour[v.node], v.index) for v in n.inputs),
+                    tuple(sorted((colour[r], position, index) for r, position, index in readers[n.name])),
+                    tuple(sorted((colour[r], index) for r, index in home_of[n.name])),
+                ),
+            )
+            for n in graph.nodes
+        )
+        if max(refined.values()) == max(colour.values()):
+            break
+        colour = refined
+    return colour
+
+
+def _first_colour(graph: Graph, node: Node, strategies: Sequence[Strategy]) -> object:
+    literals = repr((map_values(node.args, lambda v: "value"), [(k, map_values(a, lambda v: "value")) for k, a in node.kwargs]))
+    is_loss = graph.loss.node == node.name
+    return node.op, literals, repr(node.outputs), node.phase, is_loss, rename_groups(_placements(strategies))
+
+
+def _placements(strategies: Sequence[Strategy]) -> list[Placement | None]:
+    found: list[Placement | None] = []
+    for s in strategies:
+        found += [*s.inputs, *s.outputs]
+    return found
+
+
+def rename_groups(placements: Iterable[Placement | None]) -> tuple[Placement | None, ...]:
+    """The same placements with groups called a0, a1, ... in order of appearance: equal for corresponding candidates."""
+    names: dict[str, str] = {}
+    renamed: list[Placement | None] = []
+    for p in placements:
+        if isinstance(p, Shard):
+            p = replace(p, group=names.setdefault(p.group, f"a{len(names)}"))
+        renamed.append(p)
+    return tuple(renamed)
+
+
+def _number(keyed: Iterable[tuple[str, object]]) -> dict[str, int]:
+    numbers: dict[object, int] = {}
+    return {name: numbers.setdefault(key, len(numbers)) for name, key in keyed}
+
+
+def _together(
+    graph: Graph, candidates: Candidates, of: Mapping[str, int]
+) -> tuple[tuple[tuple[int, tuple[int, ...]], ...], ...]:
+    found: dict[str, dict[int, tuple[int, ...]]] = {}
+    for node in graph.sources("input"):
+        placements = [s.outputs[0] for s in candidates[node.name]]
+        for group in dict.fromkeys(p.group for p in placements if isinstance(p, Shard)):
+            options = tuple(i for i, p in enumerate(placements) if isinstance(p, Shard) and p.group == group)
+            found.setdefault(group, {})[of[node.name]] = options
+    return tuple(tuple(inputs.items()) for inputs in found.values() if len(inputs) > 1)
+
+
+def _value_classes(graph: Graph, candidates: Candidates, of: Mapping[str, int]) -> tuple[ValueClass, ...]:
+    found: dict[object, list[tuple[Value, tuple[Placement, ...], tuple[tuple[Placement, ...], ...]]]] = {}
+    shape: dict[object, tuple[int, tuple[Slot, ...]]] = {}
+    for value, reads in _reads(graph, candidates, of).items():
+        produced = tuple(s.outputs[value.index] for s in candidates[value.node])
+        assert None not in produced, f"{value} has no placement"
+        slots, needed = tuple(slot for slot, _ in reads), tuple(need for _, need in reads)
+        flat = [*produced, *(p for need in needed for p in need)]
+        key = (of[value.node], value.index, slots, tuple(map(len, needed)), rename_groups(flat))
+        shape[key] = (of[value.node], slots)
+        found.setdefault(key, []).append((value, produced, needed))  # type: ignore[arg-type]
+    return tuple(
+        ValueClass(*shape[key], tuple(m[0] for m in ms), tuple(m[1] for m in ms), tuple(m[2] for m in ms))
+        for key, ms in found.items()
+    )
+
+
+def _reads(
+    graph: Graph, candidates: Candidates, of: Mapping[str, int]
+) -> dict[Value, list[tuple[Slot, tuple[Placement, ...]]]]:
+    """Every value's distinct slots with the placements they want, sorted by slot, ties in program order."""
+    reads: dict[Value, dict[tuple[Slot, tuple[Placement, ...]], None]] = {}
+    for node in graph.nodes:
+        for position, value in enumerate(node.inputs):
+            wants = tuple(s.inputs[position] for s in candidates[node.name])
+            reads.setdefault(value, {})[Slot(of[node.name], position, node.phase), wants] = None
+    homes = {n.target: n.name for n in graph.nodes if n.op in ("parameter", "buffer")}
+    reads.setdefault(graph.loss, {})[Slot(None, HOME, graph.by_name[graph.loss.node].phase), (REPLICATE,)] = None
+    for target, value in (*graph.gradients.items(), *graph.updates.items()):
+        home = homes[target]
+        wants = tuple(s.outputs[0] for s in candidates[home])  # type: ignore[misc]
+        reads.setdefault(value, {})[Slot(of[home], HOME, graph.by_name[value.node].phase), wants] = None
+
+    def order(entry: tuple[Slot, tuple[Placement, ...]]) -> tuple[int, int, str]:
+        slot = entry[0]
+        return (-1 if slot.reader is None else slot.reader, slot.position, slot.phase)
+
+    return {value: sorted(slots, key=order) for value, slots in reads.items()}
+
+
+def find_bundles(classes: Classes, candidates: Candidates) -> tuple[tuple[str, ...], ...]:
+    """Groups that correspond in nodes of one class: they get one common size vector. First appearance orders all."""
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            name = parent[name]
+        return name
+
+    for node_class in classes.nodes:
+        first = _placements(candidates[node_class.members[0]])
+        for member in node_class.members:
+            for one, other in zip(first, _placements(candidates[member]), strict=True):
+                if isinstance(one, Shard) and isinstance(other, Shard):
+                    parent[root(other.group)] = root(one.group)
+    bundles: dict[str, list[str]] = {}
+    for name in parent:
+        bundles.setdefault(root(name), []).append(name)
+    return tuple(tuple(b) for b in bundles.values())

@@ -1,0 +1,306 @@
+"""``plan_graph``: strategies and sizes together, by alternation from several starts.
+
+One round solves the MILP for the strategies at fixed sizes (``milp``), then the LP for the shares at fixed strategies
+(``ratios``), rounds them (``rounding``), and goes on while the step gets shorter. The rounds start from shares in
+proportion to speed, from equal ones, from shares in proportion to memory, and from speed without each slower kind of
+device. Every candidate is judged by ``evaluate``, the one truth; the best that fits in memory wins, and is then improved
+by moving single atoms. Everything is limited by counts of work, never by the clock, so a plan is the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.conversion import find_needs
+from hap.cost_models.evaluate import Evaluation, evaluate
+from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
+from hap.errors import InfeasibleError
+from hap.fabric import Array
+from hap.placement import GroupSizes, Shard, Sizes
+from hap.plan import Plan, Strategy
+from hap.rules.choices import Choices
+from hap.search.assemble import assemble_plan, used_groups
+from hap.search.bound import lower_bound_s
+from hap.search.classes import Classes, find_bundles, find_classes
+from hap.search.milp import Choice, choose
+from hap.search.pins import Pins, pinned_candidates, pinned_sizes
+from hap.search.prices import Facts, Prices
+from hap.search.ratios import Shares, best_shares
+from hap.search.rounding import improve, round_shares
+from hap.units import format_size
+
+Effort = Literal["quick", "normal"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves."""
+
+    starts: int
+    rounds: int
+    nodes: int
+    moves: int
+
+
+LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0), "normal": Limits(5, 3, 1000, 60)}
+TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
+NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
+
+
+@dataclass(frozen=True)
+class Found:
+    """One candidate plan, judged. ``left_out``: ranks that were denied any share."""
+
+    strategies: Mapping[str, Strategy]
+    sizes: GroupSizes
+    regather: bool
+    left_out: tuple[int, ...]
+    evaluation: Evaluation
+    choice: Choice
+
+    @property
+    def cost(self) -> tuple[float, float]:
+        """(bytes that do not fit, seconds)."""
+        return overflow_bytes(self.evaluation), self.evaluation.step_s
+
+
+def overflow_bytes(evaluation: Evaluation) -> int:
+    """Bytes beyond the usable memory, over all ranks."""
+    pairs = zip(evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
+    return sum(max(0, used - usable) for used, usable in pairs)
+
+
+def plan_graph(
+    choices: Choices,
+    cluster: ClusterSpec,
+    *,
+    optimizer: str = "adamw",
+    pins: Pins | None = None,
+    model_name: str | None = None,
+    effort: Effort = "normal",
+) -> Plan:
+    """The best plan found for one training step of ``choices.graph`` on ``cluster``.
+
+    InfeasibleError if nothing fits, with the numbers; PlanError for a pin that makes no sense.
+    """
+    search = Search(choices, cluster, optimizer, pins or Pins(), LIMITS[effort])
+    best = search.run()
+    return assemble_plan(
+        choices,
+        cluster,
+        best.strategies,
+        best.sizes,
+        best.evaluation,
+        optimizer=optimizer,
+        model_name=model_name or choices.graph.name,
+        lower_bound_s=lower_bound_s(search.facts),
+        solver=search.statistics(best),
+    )
+
+
+@dataclass
+class Search:
+    """The state of one search: what is fixed, and what was solved."""
+
+    choices: Choices
+    cluster: ClusterSpec
+    optimizer: str
+    pins: Pins
+    limits: Limits
+    milps: int = 0
+    rounds: int = 0
+    starts: int = 0
+
+    def __post_init__(self) -> None:
+        self.graph = self.choices.graph
+        candidates = pinned_candidates(self.choices, self.pins)
+        self.facts = Facts(self.graph, candidates, self.cluster, self.optimizer)
+        self.classes: Classes = find_classes(self.graph, candidates)
+        self.fixed: Mapping[str, Sizes] = self._fixed_sizes()
+        self.bundles = self._bundles()
+        self.solved: dict[object, Choice | None] = {}
+
+    def _fixed_sizes(self) -> dict[str, Sizes]:
+        groups, pins = self.choices.groups, self.pins
+        fixed = pinned_sizes(groups, pins, self.cluster.world_size)
+        if pins.ratios is not None:
+            fixed = {name: round_shares(pins.ratios, g.n) for name, g in groups.items()} | fixed
+        return fixed
+
+    def _bundles(self) -> tuple[tuple[str, ...], ...]:
+        """Groups that move together, pinned ones apart."""
+        found = find_bundles(self.classes, self.facts.candidates)
+        free = (tuple(name for name in bundle if name not in self.fixed) for bundle in found)
+        return tuple(bundle for bundle in free if bundle)
+
+    # -- the search --------------------------------------------------------------------------------------------------
+
+    def run(self) -> Found:
+        """The best plan that fits. InfeasibleError if there is none."""
+        starts = self._starts()
+        found = [f for shares in starts for f in self._alternate(shares, regather=False)]
+        best = min(found, key=lambda f: f.cost, default=None)
+        if best is None or best.cost[0] > 0 or self._is_nearly_full(best):
+            found += [f for shares in starts for f in self._alternate(shares, regather=True)]
+            best = min(found, key=lambda f: f.cost, default=None)
+        if best is not None:
+            best = self._polish(best)
+        if best is None or best.cost[0] > 0:
+            raise InfeasibleError(self._why_infeasible(best))
+        return best
+
+    def _starts(self) -> list[Shares]:
+        """Share vectors to begin from, most promising first."""
+        devices = self.cluster.devices
+        speed = 1.0 / self._whole_seconds()
+        memory = np.array([d.memory_bytes for d in devices], dtype=np.float64)
+        vectors = [speed, memory, np.ones(len(devices))]
+        for slow in sorted({round(float(s), 12) for s in speed / speed.max()})[:-1]:
+            vectors.append(np.where(speed / speed.max() > slow + 1e-9, speed, 0.0))
+        if len(self.fixed) == len(self.choices.groups):
+            vectors = vectors[:1]
+        return list(dict.fromkeys(tuple((v / v.sum()).tolist()) for v in vectors))[: self.limits.starts]
+
+    def _whole_seconds(self) -> Array:
+        """Seconds that every rank would need for the whole step alone (N,)."""
+        ones, total = np.ones(self.cluster.world_size), np.zeros(self.cluster.world_size)
+        for node in self.graph.nodes:
+            if not node.is_source:
+                strategy = self.choices.strategies[node.name][0]
+                total = total + self.facts.compute.seconds(self.facts.parts(node.name, strategy), ones)
+        return np.maximum(total, 1e-12)
+
+    def _alternate(self, shares: Shares, *, regather: bool) -> list[Found]:
+        """Rounds of MILP and LP from one share vector; everything that was judged on the way."""
+        self.starts += 1
+        left_out = tuple(r for r, s in enumerate(shares) if s == 0)
+        sizes = self._round({}, shares)
+        found: list[Found] = []
+        for _ in range(self.limits.rounds):
+            self.rounds += 1
+            chosen = self._strategies(sizes, regather, left_out)
+            if chosen is None:
+                break
+            reshared = self._reshare(chosen)
+            before = min(found, key=lambda f: f.cost, default=None)
+            found += [chosen, reshared]
+            after = min(found, key=lambda f: f.cost)
+            if reshared.sizes == sizes or (before is not None and after.cost == before.cost):
+                break
+            sizes = reshared.sizes
+        return found
+
+    def _strategies(self, sizes: GroupSizes, regather: bool, left_out: tuple[int, ...]) -> Found | None:
+        """The MILP's choice at these sizes, with less memory while the ledger disagrees; None if nothing fits."""
+        usable = np.array([usable_bytes(d.memory_bytes) for d in self.cluster.devices], dtype=np.float64)
+        capacity, best = usable, None
+        for _ in range(TIGHTENINGS + 1):
+            choice = self._choose(sizes, regather, capacity)
+            if choice is None:
+                return best
+            strategies = self.classes.expand(choice.picks, self.facts.candidates)
+            evaluation = self._judge(strategies, sizes, regather)
+            found = Found(strategies, sizes, regather, left_out, evaluation, choice)
+            best = found if best is None or found.cost < best.cost else best
+            if found.cost[0] == 0:
+                return best
+            capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
+        return best
+
+    def _choose(self, sizes: GroupSizes, regather: bool, capacity: Array) -> Choice | None:
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()))
+        if key not in self.solved:
+            self.milps += 1
+            prices = Prices(self.facts, sizes, regather, capacity)
+            self.solved[key] = choose(self.classes, prices, nodes=self.limits.nodes)
+        return self.solved[key]
+
+    def _reshare(self, found: Found) -> Found:
+        """The same strategies with the LP's shares, rounded; the LP's groups only, the others follow their mean."""
+        shares = best_shares(
+            self.facts,
+            found.strategies,
+            found.sizes,
+            found.evaluation,
+            bundles=[b for b in self.bundles if set(b) & set(used_groups(found.strategies.values()))],
+            fixed=self.fixed,
+            left_out=found.left_out,
+        )
+        if not shares:
+            return found
+        mean = tuple(np.mean(list(shares.values()), axis=0).tolist())
+        sizes = self._round(shares, mean)
+        evaluation = self._judge(found.strategies, sizes, found.regather)
+        return Found(found.strategies, sizes, found.regather, found.left_out, evaluation, found.choice)
+
+    def _round(self, shares: Mapping[str, Shares], otherwise: Shares) -> dict[str, Sizes]:
+        """Sizes of every group: pinned, or rounded from its own shares, or from those of the others."""
+        return {
+            name: self.fixed[name] if name in self.fixed else round_shares(shares.get(name, otherwise), group.n)
+            for name, group in self.choices.groups.items()
+        }
+
+    def _judge(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, regather: bool) -> Evaluation:
+        needs = find_needs(self.graph, strategies, regather=regather)
+        return evaluate(
+            self.graph, strategies, sizes, self.cluster, needs=needs, optimizer=self.optimizer, regather=regather
+        )
+
+    def _is_nearly_full(self, found: Found) -> bool:
+        pairs = zip(found.evaluation.memory_bytes, found.evaluation.usable_bytes, strict=True)
+        return any(used > NEARLY_FULL * usable for used, usable in pairs)
+
+    def _polish(self, found: Found) -> Found:
+        """Single atoms moved between ranks, in the groups that are used and free."""
+        used = used_groups(found.strategies.values())
+        bundles = [b for b in self.bundles if set(b) & set(used)]
+        if not bundles or not self.limits.moves:
+            return found
+
+        def cost(sizes: GroupSizes) -> tuple[float, float]:
+            evaluation = self._judge(found.strategies, sizes, found.regather)
+            return overflow_bytes(evaluation), evaluation.step_s
+
+        sizes = improve(found.sizes, bundles, cost, evaluations=self.limits.moves)
+        evaluation = self._judge(found.strategies, sizes, found.regather)
+        return Found(found.strategies, sizes, found.regather, found.left_out, evaluation, found.choice)
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    def _why_infeasible(self, closest: Found | None) -> str:
+        """One line: the model's state against all memory, or the device that overflows in the closest plan."""
+        usable = [usable_bytes(d.memory_bytes) for d in self.cluster.devices]
+        trained = [n for n in self.graph.sources("parameter") if n.target in self.graph.gradients]
+        state = sum(n.meta.nbytes + optimizer_state_bytes(self.optimizer, n.meta.nbytes) for n in trained)
+        total = f"the {len(usable)} devices hold {format_size(sum(usable))} after the reserve"
+        if state > sum(usable):
+            return f"parameters and {self.optimizer} state need {format_size(state)}; {total}"
+        if closest is None:
+            pinned = " with these pins" if self.pins != Pins() else ""
+            return f"no choice of placements fits{pinned}: parameters and {self.optimizer} state take {format_size(state)}, activations and gradients come on top; {total}"
+        over = [u - m for m, u in zip(closest.evaluation.memory_bytes, usable, strict=True)]
+        worst = over.index(min(over))
+        return (
+            f"{self.cluster.devices[worst].name} would need {format_size(closest.evaluation.memory_bytes[worst])} and has "
+            f"{format_size(usable[worst])} in the closest plan found; {total}; a smaller batch needs less"
+        )
+
+    def statistics(self, best: Found) -> dict[str, Any]:
+        """What the solver did, in numbers that are the same every time."""
+        choice = best.choice
+        return {
+            "variables": choice.variables,
+            "rows": choice.rows,
+            "status": choice.status,
+            "mip_gap": round(choice.gap, 9),
+            "starts": self.starts,
+            "rounds": self.rounds,
+            "milps": self.milps,
+            "node_classes": len(self.classes.nodes),
+            "regather": best.regather,
+        }

@@ -1,0 +1,212 @@
+"""What the search asks about a graph again and again: prices of options and conversions, and who is alive when.
+
+``Facts`` depends on the graph, the candidates and the cluster alone. ``Prices`` adds sizes, and is what the MILP reads.
+
+**Memory as linear terms.** The cost model follows every allocation; a linear program cannot, since lifetimes depend on
+the choice. It sees a few *moments* of the step instead: the last forward node (everything saved is alive), points spread over
+the backward phase, and the end (every gradient is alive). At a moment a value counts, in the placement it was produced
+in, if it was produced before and is read later, by itself or through views; a converted copy counts between the first and the
+last reader of the value; a final gradient counts in its parameter's placement. This is an estimate of the ledger of
+``hap.cost_models.memory``, which stays the judge: the planner tightens ``capacity_bytes`` by what the ledger finds above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.conversion import collective_kind
+from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
+from hap.cost_models.compute import ComputeTable, Parts, split_work
+from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.memory import local_bytes, optimizer_state_bytes
+from hap.cost_models.work import is_view, node_work
+from hap.fabric import Array
+from hap.graph import Graph, Phase, Value
+from hap.placement import GroupSizes, Placement, Shard
+from hap.plan import Strategy
+from hap.search.classes import Candidates, Slot
+
+MOMENTS = 5
+
+
+class Price(NamedTuple):
+    """``together_s``: seconds in which all ranks are busy together (a collective); ``compute_s`` (N,): seconds of each
+    rank; ``held_bytes`` (moments, N)."""
+
+    together_s: float
+    compute_s: Array
+    held_bytes: Array
+
+    @property
+    def is_free(self) -> bool:
+        return self.together_s == 0 and not self.compute_s.any() and not self.held_bytes.any()
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What does not depend on sizes."""
+
+    graph: Graph
+    candidates: Candidates
+    cluster: ClusterSpec
+    optimizer: str
+    _parts: dict[tuple[str, Strategy], Parts] = field(default_factory=dict, repr=False)
+
+    def parts(self, name: str, strategy: Strategy) -> Parts:
+        """The work of a node as the strategy divides it."""
+        key = (name, strategy)
+        if key not in self._parts:
+            self._parts[key] = split_work(node_work(self.graph, self.graph.by_name[name]), strategy)
+        return self._parts[key]
+
+    @cached_property
+    def compute(self) -> ComputeTable:
+        return ComputeTable(self.cluster.devices)
+
+    @cached_property
+    def position(self) -> Mapping[str, int]:
+        return {n.name: t for t, n in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def moments(self) -> Array:
+        """(MOMENTS,) positions in the program: end of forward, then evenly to the end."""
+        forward = [t for t, n in enumerate(self.graph.nodes) if n.phase == "forward" and not n.is_source]
+        boundary = forward[-1] if forward else 0
+        return np.linspace(boundary, len(self.graph.nodes) - 1, MOMENTS).round()
+
+    @cached_property
+    def reads(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:
+        """Value -> phase -> positions of the first and the last node that reads it, by itself or through views."""
+        found: dict[Value, dict[Phase, tuple[int, int]]] = {}
+        for node in reversed(self.graph.nodes):
+            for index in range(len(node.outputs)):
+                value = Value(node.name, index)
+                spans: dict[Phase, list[int]] = {}
+                for user, place in self.graph.users.get(value, ()):
+                    times = [self.position[user.name]]
+                    if is_view(user) and place == 0:
+                        for i in range(len(user.outputs)):
+                            times += [last for _, last in found.get(Value(user.name, i), {}).values()]
+                    spans.setdefault(user.phase, []).extend(times)
+                found[value] = {phase: (min(times), max(times)) for phase, times in spans.items()}
+        return found
+
+    @cached_property
+    def homes(self) -> Mapping[Value, str]:
+        """Final gradient -> its parameter's node."""
+        nodes = {n.target: n.name for n in self.graph.sources("parameter")}
+        return {value: nodes[target] for target, value in self.graph.gradients.items()}
+
+    def alive(self, born: int, last: int) -> Array:
+        """(MOMENTS, 1) of 0 and 1: the moments from born to last."""
+        return ((self.moments >= born) & (self.moments <= last)).astype(np.float64)[:, None]
+
+    def held(self, name: str, strategy: Strategy) -> list[tuple[Placement, int, Array]]:
+        """What a node keeps: (placement, bytes of the whole, moments) for each of its allocations."""
+        node = self.graph.by_name[name]
+        if node.is_source:
+            placement = strategy.outputs[0]
+            assert placement is not None
+            kept = [(placement, node.meta.nbytes, np.ones((MOMENTS, 1)))]
+            if node.op == "parameter" and node.target in self.graph.gradients:
+                gradient = self.graph.gradients[node.target]
+                state = optimizer_state_bytes(self.optimizer, node.meta.nbytes)
+                kept.append((placement, state, np.ones((MOMENTS, 1))))
+                born = self.position[gradient.node]
+                kept.append((placement, self.graph.meta(gradient).nbytes, self.alive(born, len(self.graph.nodes))))
+            return kept
+        if is_view(node):
+            return []
+        kept = []
+        for index, (meta, placement) in enumerate(zip(node.outputs, strategy.outputs, strict=True)):
+            spans = self.reads[Value(name, index)]
+            if meta is not None and placement is not None and spans and Value(name, index) not in self.homes:
+                last = max(last for _, last in spans.values())
+                kept.append((placement, meta.nbytes, self.alive(self.position[name], last)))
+        return kept
+
+    def copy_alive(self, value: Value, copy: str) -> Array:
+        """The moments at which a converted copy lives; ``copy`` is a phase, or "" for one copy shared by both."""
+        spans = self.reads.get(value, {})
+        spans = {phase: span for phase, span in spans.items() if copy in ("", phase)}
+        if not spans:
+            return np.zeros((MOMENTS, 1))
+        return self.alive(min(first for first, _ in spans.values()), max(last for _, last in spans.values()))
+
+    def update_s(self, name: str, strategy: Strategy, sizes: GroupSizes) -> Array:
+        """The optimizer's seconds for one parameter on every rank (N,); zeros for any other node."""
+        node = self.graph.by_name[name]
+        if node.op != "parameter" or node.target not in self.graph.gradients:
+            return np.zeros(self.cluster.world_size)
+        alone = replace(self.graph, nodes=(node,), gradients={node.target: self.graph.gradients[node.target]})
+        return update_seconds(alone, {name: strategy}, sizes, self.cluster, self.optimizer)
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """Prices at fixed sizes. ``capacity_bytes`` (N,) is what each rank may hold."""
+
+    facts: Facts
+    sizes: GroupSizes
+    regather: bool
+    capacity_bytes: Array
+    _options: dict[object, tuple[Array, Array]] = field(default_factory=dict, repr=False)
+    _conversions: dict[object, tuple[float, Array, Array]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """One rank of every kind: same device numbers, same sizes of all groups."""
+        kinds: dict[object, int] = {}
+        for d in self.facts.cluster.devices:
+            numbers = (tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s)
+            sizes = tuple(s[d.rank] for s in self.sizes.values())
+            kinds.setdefault((numbers, float(self.capacity_bytes[d.rank]), sizes), d.rank)
+        return tuple(kinds.values())
+
+    def node(self, name: str, option: int) -> Price:
+        """The price of a node's own work, of the optimizer's update if it is a parameter, and of what it keeps."""
+        strategy, facts, n = self.facts.candidates[name][option], self.facts, self.facts.cluster.world_size
+        held = np.zeros((MOMENTS, n))
+        for placement, nbytes, moments in facts.held(name, strategy):
+            held = held + moments * local_bytes(nbytes, placement, self.sizes, n)
+        if facts.graph.by_name[name].is_source:
+            return Price(0.0, facts.update_s(name, strategy, self.sizes), held)
+        parts = facts.parts(name, strategy)
+        rho = np.ones(n) if parts.group is None else np.array(self.sizes[parts.group], dtype=np.float64) / parts.n
+        return Price(0.0, facts.compute.seconds(parts, rho), held)
+
+    def conversion(self, value: Value, source: Placement, target: Placement, copy: str) -> Price:
+        """The price of turning ``value`` into ``target`` once. A final gradient's copy is its parameter's to keep."""
+        n, cluster = self.facts.cluster.world_size, self.facts.cluster
+        if source == target:
+            return Price(0.0, np.zeros(n), np.zeros((MOMENTS, n)))
+        nbytes = self.facts.graph.meta(value).nbytes
+        key = (nbytes, self._with_sizes(source), self._with_sizes(target))
+        if key not in self._conversions:
+            kind, compute = collective_kind(source, target), np.zeros(n)
+            name, seconds = best_decomposition(kind, nbytes, source, target, self.sizes, cluster)
+            if kind == "slice":
+                form = collective_coefficients(kind, name, nbytes, source, target, cluster)
+                rho, sigma = shares(source, self.sizes, n), shares(target, self.sizes, n)
+                seconds, compute = 0.0, form.stages[0].rows(rho, sigma)
+            self._conversions[key] = seconds, compute, local_bytes(nbytes, target, self.sizes, n)
+        together, compute, kept = self._conversions[key]
+        if value in self.facts.homes:
+            return Price(together, compute, np.zeros((MOMENTS, n)))
+        return Price(together, compute, self.facts.copy_alive(value, copy) * kept)
+
+    def copy_name(self, value: Value, slot: Slot) -> str:
+        """Slots with the same name share one conversion: all of them, or those of a phase where parameters are regathered."""
+        again = self.regather and self.facts.graph.by_name[value.node].op == "parameter"
+        return slot.phase if again else ""
+
+    def _with_sizes(self, placement: Placement) -> object:
+        if isinstance(placement, Shard):
+            return placement.dim, placement.outer, placement.n, self.sizes[placement.group]
+        return placement

@@ -1,0 +1,120 @@
+"""The flow-form program finds what exhaustive search finds, and its objective is the recomputed cost."""
+
+import itertools
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from hap.conversion import find_needs
+from hap.graph import Graph, Node, TensorMeta, Value, verify_graph
+from hap.placement import PARTIAL, REPLICATE, Placement, Shard
+from hap.plan import Strategy
+from hap.search.classes import Slot, find_classes
+from hap.search.milp import choose
+from hap.search.prices import Price
+
+RANKS = 2
+PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0, 1, 4, 1, "rows"), Shard(1, 1, 4, 1, "columns"))
+META = TensorMeta((4, 4), torch.float32)
+
+
+@dataclass(frozen=True)
+class MadeUpPrices:
+    """Costs drawn once per (node, option) and (value, source, target); the interface of ``hap.search.prices.Prices``."""
+
+    seconds: Mapping[tuple[str, int], np.ndarray]
+    nbytes: Mapping[tuple[str, int], np.ndarray]
+    conversions: Mapping[tuple[Value, Placement, Placement], float]
+    capacity_bytes: np.ndarray
+    regather: bool = False
+    parameters: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = (0, 1)
+
+    def node(self, name: str, option: int) -> Price:
+        return Price(0.0, self.seconds[name, option], self.nbytes[name, option][None])
+
+    def conversion(self, value: Value, source: Placement, target: Placement, copy: str) -> Price:
+        seconds = 0.0 if source == target else self.conversions[value, source, target]
+        return Price(seconds, np.zeros(RANKS), np.zeros((1, RANKS)))
+
+    def copy_name(self, value: Value, slot: Slot) -> str:
+        return slot.phase if self.regather and value.node in self.parameters else ""
+
+
+def random_graph(rng: random.Random) -> tuple[Graph, dict[str, tuple[Strategy, ...]]]:
+    """A parameter, an input, a few binary operators, a loss and the parameter's gradient."""
+    nodes = [Node("w", "parameter", outputs=(META,), target="w"), Node("x", "input", outputs=(META,), target="args.0")]
+    strategies = {
+        "w": tuple(Strategy((), (p,)) for p in PLACEMENTS),
+        "x": tuple(Strategy((), (p,)) for p in PLACEMENTS[:2]),
+    }
+    for i in range(rng.randint(2, 4)):
+        phase = "forward" if i < 2 else "backward"
+        args = tuple(Value(rng.choice(nodes).name) for _ in range(2))
+        nodes.append(Node(f"n{i}", "made.up", args, outputs=(META,), phase=phase))
+        options = [Strategy((REPLICATE, REPLICATE), (REPLICATE,))]
+        for _ in range(rng.randint(1, 2)):
+            wants = tuple(rng.choice(PLACEMENTS) for _ in range(2))
+            options.append(Strategy(wants, (rng.choice((*PLACEMENTS, PARTIAL)),)))
+        strategies[f"n{i}"] = tuple(dict.fromkeys(options))
+    nodes.append(Node("loss", "made.sum", (Value("n0"),), outputs=(TensorMeta((), torch.float32),)))
+    strategies["loss"] = (
+        Strategy((REPLICATE,), (REPLICATE,)),
+        Strategy((PLACEMENTS[1],), (PARTIAL,)),
+        Strategy((PARTIAL,), (PARTIAL,)),
+    )
+    graph = Graph("random", tuple(nodes), Value("loss"), {"w": Value(nodes[-2].name)})
+    verify_graph(graph)
+    return graph, strategies
+
+
+def random_prices(rng: random.Random, graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]]) -> MadeUpPrices:
+    keys = [(name, i) for name, options in strategies.items() for i in range(len(options))]
+    pairs = [(a, b) for a in (*PLACEMENTS, PARTIAL) for b in PLACEMENTS if a != b]
+    return MadeUpPrices(
+        seconds={key: np.array([rng.random(), rng.random()]) * 1e-3 for key in keys},
+        nbytes={key: np.array([rng.random(), rng.random()]) * 1e9 for key in keys},
+        conversions={(Value(n.name), a, b): rng.random() * 1e-3 for n in graph.nodes for a, b in pairs},
+        capacity_bytes=np.full(RANKS, rng.choice([100e9, 3.5e9])),
+        regather=rng.random() < 0.5,
+        parameters=("w",),
+    )
+
+
+def cost(graph: Graph, prices: MadeUpPrices, strategies: Mapping[str, tuple[Strategy, ...]], picks: Mapping[str, int]) -> float:
+    """Step seconds of one choice, straight from ``find_needs``; infinite if it does not fit or makes a partial."""
+    chosen = {name: strategies[name][i] for name, i in picks.items()}
+    if any((sum(prices.nbytes[key] for key in picks.items()) > prices.capacity_bytes).tolist()):
+        return float("inf")
+    total = max(sum(prices.seconds[key] for key in picks.items()).tolist())
+    try:
+        needs = find_needs(graph, chosen, regather=prices.regather)
+        for need in needs:
+            need.collective  # noqa: B018  (raises where the target is a partial)
+    except AssertionError:
+        return float("inf")
+    return total + sum(prices.conversions[n.value, n.source, n.target] for n in needs)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_finds_the_optimum_of_exhaustive_search(seed: int) -> None:
+    rng = random.Random(seed)
+    graph, strategies = random_graph(rng)
+    prices = random_prices(rng, graph, strategies)
+    names = list(strategies)
+    every = [dict(zip(names, p, strict=True)) for p in itertools.product(*(range(len(strategies[n])) for n in names))]
+    best = min(cost(graph, prices, strategies, picks) for picks in every)
+    classes = find_classes(graph, strategies)
+    if best == float("inf"):
+        assert choose(classes, prices) is None
+        return
+    choice = choose(classes, prices)
+    assert choice is not None
+    picks = {name: choice.picks[c] for name, c in classes.of.items()}
+    assert choice.objective_s == pytest.approx(best, rel=1e-6)
+    assert cost(graph, prices, strategies, picks) == pytest.approx(best, rel=1e-6)
+    assert choice.bound_s <= best * (1 + 1e-6)

@@ -40,8 +40,8 @@ class UserRule:
         if not self.einsum.matches(call) or literal_key(node.args) != self.literals or node.kwargs:
             shapes = ", ".join(str(m.shape) for m in call.inputs)
             raise MissingRuleError(
-                f"{node.op} ({node.name}), called in module {node.module!r}, has the rule {self.notation!r}, proved for "
-                f"other numbers of dims or literals than those of this call: {shapes}; {node.args}"
+                f"{node.op} ({node.name}), called in module {node.module!r}, has the rule {self.notation!r}, proved "
+                f"for other numbers of dims or literals than those of this call: {shapes}; {node.args}"
             )
         return (*self.einsum.rows(), *partial_rows(call, self.partials))
 

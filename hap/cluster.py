@@ -151,8 +151,8 @@ class ClusterSpec(Frozen):
         return None if spec is None else Rates(spec.duplex.up_bytes_per_s, spec.duplex.down_bytes_per_s)
 
     def link(self, src: int, dst: int) -> Link:
-        """From rank ``src`` to another rank ``dst``. Between hosts: the least of src's up, dst's down and the pair's link,
-        with that link's latency or else the larger of the two hosts' latencies."""
+        """From rank ``src`` to rank ``dst``. Between hosts: the least of src's up, dst's down and the pair's own
+        link, with that link's latency or else the larger of the two hosts' latencies."""
         assert src != dst, "a rank has no link to itself"
         a, b = (self._by_name[self.devices[r].host] for r in (src, dst))
         if a is b:

@@ -1,0 +1,107 @@
+"""Live bytes of ``relu_step``, moment by moment on paper."""
+
+from dataclasses import replace
+
+import pytest
+
+from hap.conversion import find_needs
+from hap.cost_models.memory import MemoryUse, memory_use, optimizer_state_bytes, usable_bytes
+from hap.graph import Graph
+from hap.plan import Strategy
+from tests.cost_models.build import R, data_parallel, relu_step
+
+
+def use(
+    sizes: dict[str, tuple[int, ...]], world_size: int, *, optimizer: str = "adamw", regather: bool = False
+) -> MemoryUse:
+    graph = relu_step()
+    strategies = data_parallel(sharded_parameter="kept" in sizes)
+    needs = find_needs(graph, strategies)
+    return memory_use(graph, strategies, sizes, needs, world_size, optimizer)
+
+
+def test_one_device() -> None:
+    """x 128, w 64, tangent 4 for good; AdamW 2 x 64. At the backward of relu: b 128, its gradient 128, loss 4 (e is a
+    view of the tangent; a went after relu). Later g 128, loss 4 and the gradient of w 64 make only 196."""
+    graph = relu_step()
+    strategies = {n.name: Strategy((R,) * len(n.inputs), (R,)) for n in graph.nodes}
+    (kinds,) = memory_use(graph, strategies, {}, (), 1, "adamw").by_kind
+    assert kinds == {
+        "parameters": 196,
+        "optimizer": 128,
+        "gradients": 0,
+        "activations": 260,
+        "gathered": 0,
+        "temporary": 0,
+    }
+
+
+def test_uneven_data_parallel() -> None:
+    """Shares 5 and 3 of 8. Rank 0 peaks at the last matmul: g 80, loss 4, gradient as a partial 64 and reduced 64."""
+    rank0, rank1 = use({"batch": (5, 3)}, 2).by_kind
+    assert rank0 == {
+        "parameters": 80 + 64 + 4,
+        "optimizer": 128,
+        "gradients": 64,
+        "activations": 80 + 4 + 64,
+        "gathered": 0,
+        "temporary": 0,
+    }
+    assert rank1["parameters"] == 48 + 64 + 4 and rank1["activations"] == 48 + 4 + 64
+
+
+def test_a_rank_with_no_share_still_holds_what_is_replicated() -> None:
+    rank1 = use({"batch": (8, 0)}, 2).by_kind[1]
+    assert rank1["parameters"] == 64 + 4 and rank1["activations"] == 4 + 64 and rank1["gradients"] == 64
+
+
+def test_a_sharded_parameter_is_gathered_and_its_gradient_scattered() -> None:
+    """w 3:1. At the last matmul rank 0 has g 80, loss 4, partial 64; its gradient 48; the scatter packs 64 and receives
+    2 pieces of 48. The gathered w (64) was read last by the forward matmul."""
+    rank0, rank1 = use({"batch": (5, 3), "kept": (3, 1)}, 2).by_kind
+    assert rank0 == {
+        "parameters": 80 + 48 + 4,
+        "optimizer": 96,
+        "gradients": 48,
+        "activations": 80 + 4 + 64,
+        "gathered": 0,
+        "temporary": 64 + 2 * 48,
+    }
+    assert (rank1["parameters"], rank1["optimizer"], rank1["gradients"]) == (48 + 16 + 4, 32, 16)
+
+
+def test_a_gathered_parameter_is_kept_for_the_backward_or_gathered_again() -> None:
+    """A graph that reads w again in the backward pass: kept, its copy is there throughout; regathered, it is not."""
+    graph, strategies = relu_step(), dict(data_parallel(sharded_parameter=True))
+    again = replace(graph.by_name["a"], name="again", phase="backward")
+    nodes = (*graph.nodes, again)
+    graph = Graph(graph.name, nodes, graph.loss, graph.gradients)
+    strategies["again"] = strategies["a"]
+    sizes = {"batch": (4, 4), "kept": (2, 2)}
+
+    def gathered(regather: bool) -> int:
+        needs = find_needs(graph, strategies, regather=regather)
+        assert len(needs) == (4 if regather else 3)
+        return memory_use(graph, strategies, sizes, needs, 2, "sgd").by_kind[0]["gathered"]
+
+    assert gathered(False) == 64 and gathered(True) == 0
+
+
+def test_the_peak_is_the_sum_of_its_kinds() -> None:
+    found = use({"batch": (5, 3)}, 2)
+    assert found.peak_bytes == (488, 424)
+
+
+@pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 0), ("sgd+momentum", 1), ("adam", 2), ("adamw", 2)])
+def test_optimizer_state(optimizer: str, factor: int) -> None:
+    assert optimizer_state_bytes(optimizer, 100) == factor * 100
+    assert use({"batch": (5, 3)}, 2, optimizer=optimizer).by_kind[0]["optimizer"] == factor * 64
+
+
+def test_unknown_optimizer() -> None:
+    with pytest.raises(ValueError, match=r"unknown optimizer 'lion' \(known: sgd, sgd\+momentum, adam, adamw\)"):
+        optimizer_state_bytes("lion", 100)
+
+
+def test_a_tenth_is_reserved() -> None:
+    assert usable_bytes(1000) == 900

@@ -9,6 +9,7 @@ means is right.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 
 from hap.errors import HapError
-from hap.graph import Graph, Node, map_values
+from hap.graph import Graph, Node, TensorMeta, map_values
 from hap.ops import resolve
-from hap.placement import LocalSize, Partial, Placement, Shard, take_shard
+from hap.placement import PARTIAL, REPLICATE, LocalSize, Partial, Placement, Shard, take_shard
 from hap.plan import Strategy
 from hap.rules.choices import Choices
 from hap.rules.localize import localize_call
-from hap.rules.notation import Call, call_key, make_call
+from hap.rules.notation import Atom, Call, Dim, Row, Slot, base_atom, call_key, make_call, scale_atom
 from hap.rules.samples import in_float64, sample_inputs, size_vectors, split_sum
 from hap.rules.table import DEFAULT_TABLE, RuleTable
 
@@ -86,6 +87,43 @@ def distinct_calls(choices: Choices) -> Iterator[tuple[Call, tuple[Strategy, ...
         strategies.update(dict.fromkeys(_nameless(s) for s in choices.strategies[node.name]))
     for call, strategies in found.values():
         yield call, tuple(strategies)
+
+
+def row_strategies(row: Row, call: Call) -> Iterator[Strategy]:
+    """The row fitted to every atom of two or more parts that it fits; a row without a sharded dim as it is."""
+    metas = (*call.inputs, *call.outputs)
+    first = next((i for i, slot in enumerate(row.slots) if isinstance(slot, Dim)), None)
+    if first is None:
+        yield _fitted(row, call, None)
+        return
+    slot, meta = row.slots[first], metas[first]
+    assert isinstance(slot, Dim) and meta is not None
+    size = meta.shape[slot.dim]
+    for outer, n in itertools.product(range(1, size + 1), range(2, size + 1)):
+        base = base_atom(slot, Atom(outer, n, size // (outer * n))) if size % (outer * n) == 0 else None
+        if base is not None and fits(row, base, metas):
+            yield _fitted(row, call, base)
+
+
+def fits(row: Row, base: Atom, metas: Sequence[TensorMeta | None]) -> bool:
+    """Whether every sharded slot of the row can hold the atom."""
+    return all(
+        not isinstance(slot, Dim) or (meta is not None and scale_atom(slot, base, meta.shape[slot.dim]) is not None)
+        for slot, meta in zip(row.slots, metas, strict=True)
+    )
+
+
+def _fitted(row: Row, call: Call, base: Atom | None) -> Strategy:
+    def place(slot: Slot | None, meta: TensorMeta | None) -> Any:
+        if not isinstance(slot, Dim):
+            return None if slot is None else PARTIAL if slot == "P" else REPLICATE
+        assert base is not None and meta is not None
+        atom = scale_atom(slot, base, meta.shape[slot.dim])
+        assert atom is not None
+        return Shard(slot.dim, *atom, "g")
+
+    inputs = tuple(place(s, m) for s, m in zip(row.inputs, call.inputs, strict=True))
+    return Strategy(inputs, tuple(place(s, m) for s, m in zip(row.outputs, call.outputs, strict=True)))
 
 
 def _nameless(strategy: Strategy) -> Strategy:

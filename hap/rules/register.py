@@ -11,10 +11,8 @@ import torch
 from hap.errors import HapError, RuleError
 from hap.graph import Node, TensorMeta, Value
 from hap.ops import resolve
-from hap.placement import PARTIAL, REPLICATE, Placement, Shard
-from hap.plan import Strategy
-from hap.rules.notation import Call, Dim, Einsum, Row, Slot, literal_key, parse_einsum, partial_rows
-from hap.rules.prove import Proof, Verdict, prove_call
+from hap.rules.notation import Call, Einsum, literal_key, parse_einsum, partial_rows
+from hap.rules.prove import Proof, Verdict, prove_call, row_strategies
 from hap.rules.table import DEFAULT_TABLE, RuleTable, UserRule
 
 _WHOLE_DIM = 3  # the size of a dim written as "."
@@ -38,10 +36,13 @@ def register_rule(
     call = _sample_call(op, einsum, tuple(literals))
     key = literal_key(call.node.args)
     proof = Proof(table=RuleTable({op: UserRule(notation, einsum, (), key)}))
-    verdicts = prove_call(call, [_strategy(row, call) for row in einsum.rows()], proof)
-    for name, verdict in zip(einsum.names, verdicts, strict=True):
-        if not verdict.ok:
-            raise RuleError(f"rule {notation!r} of {op} is wrong for {name!r}: {verdict.strategy}: {_why(verdict)}")
+    verdicts: list[Verdict] = []
+    for name, row in zip(einsum.names, einsum.rows(), strict=True):
+        verdicts += prove_call(call, tuple(row_strategies(row, call)), proof)
+        wrong = next((v for v in verdicts if not v.ok), None)
+        if wrong is not None:
+            reason = f"error {wrong.worst_error:.2g}, {wrong.detail}"
+            raise RuleError(f"rule {notation!r} of {op} is wrong for {name!r}: {wrong.strategy}: {reason}")
     found = tuple(_linear_in(call, UserRule(notation, einsum, (), key)))
     table.add(op, UserRule(notation, einsum, found, key))
     return tuple(verdicts)
@@ -70,19 +71,6 @@ def _sample_call(op: str, einsum: Einsum, literals: tuple[Any, ...]) -> Call:
     return Call(Node("proof", op, (*values, *literals), (), outputs), metas)
 
 
-def _strategy(row: Row, call: Call) -> Strategy:
-    """The row with every atom one element wide."""
-
-    def place(slot: Slot | None, meta: TensorMeta | None) -> Placement:
-        assert slot is not None and meta is not None
-        if isinstance(slot, Dim):
-            return Shard(slot.dim, 1, meta.shape[slot.dim], 1, "g0")
-        return PARTIAL if slot == "P" else REPLICATE
-
-    inputs = tuple(place(s, m) for s, m in zip(row.inputs, call.inputs, strict=True))
-    return Strategy(inputs, tuple(place(s, m) for s, m in zip(row.outputs, call.outputs, strict=True)))
-
-
 def _linear_in(call: Call, rule: UserRule) -> Iterator[str]:
     """The patterns of partial arguments that hold: each alone, all together."""
     count = len(call.inputs)
@@ -90,10 +78,8 @@ def _linear_in(call: Call, rule: UserRule) -> Iterator[str]:
     for pattern in dict.fromkeys(itertools.chain(alone, ("P" * count,) if count else ())):
         candidate = UserRule(rule.notation, rule.einsum, (pattern,), rule.literals)
         (row,) = partial_rows(call, (pattern,))
-        (verdict,) = prove_call(call, [_strategy(row, call)], Proof(table=RuleTable({call.node.op: candidate})))
+        (verdict,) = prove_call(
+            call, tuple(row_strategies(row, call)), Proof(table=RuleTable({call.node.op: candidate}))
+        )
         if verdict.ok:
             yield pattern
-
-
-def _why(verdict: Verdict) -> str:
-    return f"error {verdict.worst_error:.2g}, {verdict.detail}"

@@ -80,9 +80,10 @@ def split_sum(whole: torch.Tensor, count: int, generator: torch.Generator) -> li
 
 def size_vectors(n: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     """Uneven ways to deal n atoms: decreasing shares, everything on one rank, and a rank in the middle with none."""
+    assert world_size >= 2, "one rank proves nothing"
     weights = [2 ** (world_size - rank) + 1 for rank in range(world_size)]
     uneven = _deal(n, weights)
-    one = tuple(n if rank == 1 % world_size else 0 for rank in range(world_size))
+    one = tuple(n if rank == 1 else 0 for rank in range(world_size))
     gap = _deal(n, [0 if rank == world_size // 2 else weight for rank, weight in enumerate(reversed(weights))])
     return tuple(dict.fromkeys((uneven, one, gap)))
 

@@ -62,7 +62,7 @@ class GraphBuilder:
 
 
 def fused_projection() -> Graph:
-    """x (8, 10, 48) -> rows (80, 48) @ w (48, 144) -> (8, 10, 144) -> q, k, v (8, 10, 48) -> q as (8, 10, 6 heads, 8)."""
+    """x (8, 10, 48) -> rows (80, 48) @ w (48, 144) -> (8, 10, 144) -> q, k, v (8, 10, 48) -> q (8, 10, 6 heads, 8)."""
     b = GraphBuilder()
     x, w = b.source("input", "x", 8, 10, 48), b.source("parameter", "w", 48, 144)
     rows = b.call("rows", "aten.view.default", x, (80, 48), out=meta(80, 48))

@@ -1,9 +1,10 @@
 """The atoms that views carry, against brute force over the elements."""
 
+import itertools
 import math
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hap.placement import Shard, take_shard
@@ -16,12 +17,12 @@ from tests.rules.graphs import call, meta
 @st.composite
 def two_shapes(draw):
     """Two groupings of the same factors."""
-    factors = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4))
+    factors = draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4))
 
     def grouped():
         cuts = sorted(draw(st.sets(st.integers(1, len(factors) - 1), max_size=3))) if len(factors) > 1 else []
         bounds = [0, *cuts, len(factors)]
-        return tuple(math.prod(factors[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(math.prod(factors[a:b]) for a, b in itertools.pairwise(bounds))
 
     return grouped(), grouped()
 
@@ -46,6 +47,7 @@ def owners(shape, dim, atom):
     return parts.flatten()
 
 
+@settings(deadline=None, max_examples=60)
 @given(two_shapes())
 def test_a_view_maps_an_atom_exactly_where_brute_force_finds_the_same_parts(shapes):
     source, target = shapes

@@ -18,7 +18,7 @@ the shares, so the same ``CollectiveForm`` gives seconds to a plan and linear co
 A ring goes through the ranks in order, so each host's network carries one flow each way. Latencies: one message after
 another for a rank that talks to all (N-1 of them), one per ring step. NCCL picks a tree where that has less latency.
 Beside the links, packing and joining pieces is a stage limited by memory bandwidth. Sources: collectives.md sections
-3.1 (alpha-beta), 3.4 (what Gloo and NCCL do), 3.6 (measured); the lower bounds of 3.5 are met by all_to_all on a star.
+3.1 (alpha-beta), 3.4 (what Gloo and NCCL do), 3.6 (measured). No form goes below the lower bounds of section 3.5.
 """
 
 from __future__ import annotations

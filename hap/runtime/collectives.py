@@ -135,13 +135,18 @@ class Communicator:
 
     def agree(self, what: str, mine: Any) -> None:
         """Raise ProgramError on every rank, naming the first rank whose ``mine`` differs from rank 0's. Collective."""
-        if self.group is None:
-            return
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, mine, group=self.group)
+        found = self.gather_objects(mine)
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise ProgramError(f"{what}: rank {rank} has {other}, rank 0 has {found[0]}")
+
+    def gather_objects(self, mine: T) -> list[T]:
+        """Every rank's picklable object, in rank order. Collective."""
+        if self.group is None:
+            return [mine]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
 
     def broadcast(self, whole: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor on every rank; the others pass one of the same shape, which is overwritten. Any dtype."""

@@ -70,6 +70,11 @@ class HapProgram(nn.Module):
         """The plan this program was made from."""
         return self._plan
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's shares live and its inputs must be."""
+        return self._comm.device
+
     def forward(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of the global batch, the same on every rank, from this rank's share of it. Collective.
 
@@ -123,6 +128,11 @@ class HapProgram(nn.Module):
         total = global_norm(present, norm_type, self._comm)
         scale_gradients([gradient for gradient, _ in present], total, max_norm)
         return total
+
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The whole gradient of every trainable parameter that has one, on the CPU of every rank. Collective."""
+        found = {slot: self._shares[slot.name].grad for slot in self._tensors.slots if slot.trainable}
+        return {slot.name: whole_tensor(slot, g, self._comm) for slot, g in found.items() if g is not None}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """The whole model under its own names, tied ones included, on the CPU of every rank. Collective.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import cache
 
+from hap.graph import Graph
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from tests._support import gpt2
@@ -56,3 +57,9 @@ def anything(seed: int, world_size: int = 3) -> Plan:
     found, source = gpt2_choices(), random.Random(seed)
     strategies = random_strategies(found, source)
     return make_plan(found, strategies, random_sizes(found, world_size, source), regather=seed % 2 == 1)
+
+
+def retarget(plan: Plan, graph: Graph) -> Plan:
+    """The same decisions for a graph that differs only in dtypes."""
+    provenance = plan.provenance.model_copy(update={"model_fingerprint": graph.fingerprint})
+    return plan.model_copy(update={"provenance": provenance})

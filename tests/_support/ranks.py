@@ -17,7 +17,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-WARM = ("torch", "torch.distributed", "numpy", "tests._support.ranks")
+WARM = (
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "transformers.models.gpt2.modeling_gpt2",
+    "hap.api",
+    "tests._support.gpt2",
+    "tests._support.ranks",
+)
 DEADLINE_S = 100.0
 COLLECTIVE_S = 60.0
 

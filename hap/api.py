@@ -1,0 +1,191 @@
+"""The doors: ``plan`` (offline), ``compile`` (on every rank, under torchrun) and ``python_source``.
+
+Every rank captures the model itself; rank 0 plans and sends the plan's text; all compare fingerprints, so that no rank
+runs something else. An error on one rank is raised on all of them, in the same words, and nobody waits in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import hap.errors
+from hap.capture import capture
+from hap.cluster import ClusterSpec
+from hap.codegen.lowering import lower
+from hap.codegen.source import to_python
+from hap.errors import ClusterError, HapError, PlanError, ProgramError
+from hap.graph import Graph
+from hap.plan import Plan
+from hap.rules.choices import choices
+from hap.runtime.collectives import Communicator
+from hap.runtime.program import HapProgram
+from hap.search.pins import Pins
+from hap.search.planner import plan_graph
+
+T = TypeVar("T")
+Cluster = ClusterSpec | str | os.PathLike[str]
+LossFn = Callable[..., torch.Tensor]
+
+
+def plan(
+    model: torch.nn.Module,
+    cluster: Cluster,
+    *,
+    example_inputs: Any,
+    example_targets: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: str = "adamw",
+    pins: Pins | None = None,
+) -> Plan:
+    """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
+
+    ``example_inputs``: one *global* batch: a tensor, a tuple or list of positionals, a dict of keywords, or
+    ``((args...), {kwargs})``. The loss is ``loss_fn(model(...), *example_targets)``, or the model's own without one.
+    ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins`` fixes what the search may not choose.
+
+    ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
+    """
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    return _search(graph, _cluster(cluster), optimizer, pins)
+
+
+def compile(
+    model: torch.nn.Module,
+    cluster: Cluster | None = None,
+    *,
+    example_inputs: Any,
+    example_targets: Any = None,
+    loss_fn: LossFn | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    optimizer: str = "adamw",
+    pins: Pins | None = None,
+    device: torch.device | str | None = None,
+) -> HapProgram:
+    """This rank's program for ``model``: an ``nn.Module`` that takes its share of a batch and returns the global loss.
+
+    Call it on every rank under ``torchrun``; it joins a process group if there is none. One device needs neither. With
+    ``plan`` (a ``Plan`` or a file) nothing is searched, and the plan must be for this model, this many ranks and, if
+    ``cluster`` is given, this cluster. Parameters start from rank 0's values of ``model``; a model on ``meta`` needs
+    ``load_state_dict`` before the first step. ``device`` defaults to this rank's GPU under NCCL, else the CPU.
+    The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
+    """
+    if cluster is None and plan is None:
+        raise ClusterError("hap.compile needs a cluster, or a plan that was made for one")
+    spec = None if cluster is None else _cluster(cluster)
+    comm = _join(None if spec is None else spec.backend, device)
+    if spec is not None:
+        spec.check_world_size(comm.world_size)
+    graph = _together(comm, lambda: capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets))
+    _agree(comm, "the model", graph.fingerprint)
+    if isinstance(plan, Plan):
+        _agree(comm, "the plan", plan.checksum)
+
+    def decide() -> str:
+        if comm.rank != 0:
+            return ""
+        if plan is not None:
+            return (plan if isinstance(plan, Plan) else Plan.load(plan)).to_json()
+        assert spec is not None
+        return _search(graph, spec, optimizer, pins).to_json()
+
+    decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
+    _agree(comm, "the plan", decided.checksum)
+    _check_plan(decided, graph, spec, comm.world_size)
+    program = _together(comm, lambda: lower(graph, decided))
+    return HapProgram(program, decided, comm, model, example_inputs, example_targets)
+
+
+def python_source(
+    model: torch.nn.Module,
+    plan: Plan,
+    *,
+    example_inputs: Any,
+    example_targets: Any = None,
+    loss_fn: LossFn | None = None,
+) -> str:
+    """The program of ``plan`` as one Python file that runs under torchrun. PlanError if it is for another model."""
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    return to_python(lower(graph, plan), plan)
+
+
+def _search(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None) -> Plan:
+    return plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins)
+
+
+def _cluster(cluster: Cluster) -> ClusterSpec:
+    return cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.load(cluster)
+
+
+def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
+    """PlanError unless the plan was made for this model, this cluster and this many ranks."""
+    made_for = plan.provenance
+    if made_for.model_fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan is for model {made_for.model!r} with other shapes or operators than this {graph.name!r} "
+            f"({made_for.model_fingerprint[:12]}, not {graph.fingerprint[:12]}); plan again"
+        )
+    if cluster is not None and made_for.cluster_fingerprint != cluster.fingerprint:
+        raise PlanError(f"the plan is for cluster {made_for.cluster!r}, not for this {cluster.name!r}; plan again")
+    if made_for.world_size != world_size:
+        raise PlanError(f"the plan is for {made_for.world_size} ranks, this job has {world_size}")
+
+
+def _join(backend: str | None, device: torch.device | str | None) -> Communicator:
+    """This job's communicator, joining the default process group if torchrun started us and nobody has yet."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if not dist.is_initialized():
+        if world_size == 1:
+            return Communicator(None, _device(device, backend))
+        chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        if chosen == "nccl" and not torch.cuda.is_available():
+            raise ClusterError("the cluster's backend is nccl, and this rank sees no GPU; use backend: gloo")
+        here = _device(device, chosen)
+        if here.type == "cuda":
+            torch.cuda.set_device(here)
+        dist.init_process_group(chosen, device_id=here if here.type == "cuda" else None)
+    if dist.get_world_size() == 1:
+        return Communicator(None, _device(device, dist.get_backend()))
+    return Communicator(dist.group.WORLD, _device(device, dist.get_backend()))
+
+
+def _device(device: torch.device | str | None, backend: str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if backend == "nccl" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _agree(comm: Communicator, what: str, fingerprint: str) -> None:
+    """PlanError on every rank, naming the ranks whose fingerprint is not rank 0's. Collective."""
+    found = comm.gather_objects(fingerprint)
+    if others := [rank for rank, other in enumerate(found) if other != found[0]]:
+        raise PlanError(
+            f"{what} of rank {others[0]} differs from rank 0's ({found[others[0]][:12]}, not {found[0][:12]}): "
+            "every rank must build the same model with the same example inputs and plan"
+        )
+
+
+def _together(comm: Communicator, work: Callable[[], T]) -> T:
+    """``work()`` on every rank; if it fails on any, the first failure is raised on all. Collective."""
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as e:
+        error = e
+    told = None if error is None else (type(error).__name__, isinstance(error, HapError), str(error))
+    failures = [(rank, *found) for rank, found in enumerate(comm.gather_objects(told)) if found is not None]
+    if error is not None and failures[0][0] == comm.rank:
+        raise error
+    if failures:
+        rank, name, ours, message = failures[0]
+        if ours:
+            raise getattr(hap.errors, name)(message)
+        raise ProgramError(f"rank {rank} failed: {name}: {' '.join(message.split())}")
+    return result  # type: ignore[return-value]

@@ -226,8 +226,8 @@ def spellings() -> list[Any]:
     padded = meta(2, 3, 32)
     return [
         (cpu, (q, k, w, 0.0, True), masked, (OUT, LSE), (g, q, k, w, o, lse, 0.0, True), masked, three, bias),
-        (flash, (q, k, w, 0.0, True), scale, (OUT, LSE, *[EMPTY] * 4), (g, q, k, w, o, lse, *extra, 0.0, True, *extra[:2]),
-         scale, three, None),
+        (flash, (q, k, w, 0.0, True), scale, (OUT, LSE, *[EMPTY] * 4),
+         (g, q, k, w, o, lse, *extra, 0.0, True, *extra[:2]), scale, three, None),
         (efficient, (q, k, w, bias, True, 0.0, True), scale, (OUT, padded, EMPTY, EMPTY),
          (g, q, k, w, bias, o, lse, *extra[:2], 0.0, (True, True, True, False), True), scale, (*three, EMPTY), bias),
     ]  # fmt: skip

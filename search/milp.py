@@ -15,14 +15,14 @@ and gigabytes (HiGHS drops coefficients under 1e-9; feasibility-details.md, trap
     wanted:   sum_p f[v,k,p,q] = sum_{j wants q} x[reader(k),j]                            (_transport)
     shared:   c[v,p,q] >= f[v,k,p,q]   for every slot k that wants q                       (_converted)
     together: sum of x of input u sharded in group g = the same of input u'                (_together)
-    compute:  T >= sum seconds[a,i,r] x[a,i] + sum slice[v,q,r] c[v,p,q]   for every r     (_device_rows)
+    compute:  T >= sum seconds[a,i,r] x[a,i] + sum slice[v,q,r] c[v,p,q]   for every r     (_priced)
     memory:   sum held[a,i,r,m] x[a,i] + sum copy[v,q,r,m] c[v,p,q] <= capacity[r]
-              for every r and moment m of the step (see ``hap.search.prices``)             (_device_rows)
+              for every r and moment m of the step (see ``hap.search.prices``)             (_priced)
 
-    minimise  T + sum_v,p,q seconds[v,p,q] c[v,p,q]                                        (_objective)
+    minimise  T + sum_v,p,q seconds[v,p,q] c[v,p,q]                                        (_priced)
 
 With x integral all f and c are fixed by the rows, so only x is declared integer. No conversion makes a ``Partial``: such
-pairs do not exist. With ``regather`` a parameter is converted once in the forward and once in the backward phase, and
+pairs do not exist. The rows up to "together" do not depend on sizes: a ``Skeleton`` is built once and priced often. With ``regather`` a parameter is converted once in the forward and once in the backward phase, and
 has one c for each. This is the transportation form of feasibility.md section 5, whose LP relaxation is nearly integral;
 "a product variable per pair of strategies" and "materialise" are far weaker.
 """
@@ -33,11 +33,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
+from hap.fabric import Array
+from hap.graph import Value
 from hap.placement import Partial, Placement
-from hap.search.classes import Classes, ValueClass
+from hap.search.classes import Classes, Slot, ValueClass
 from hap.search.prices import Price, Prices
 
 MS, GB = 1e3, 1e-9  # seconds -> milliseconds, bytes -> gigabytes
@@ -45,7 +48,7 @@ SMALLEST = 1e-9  # a coefficient below this is nothing in ms or GB, and HiGHS wo
 GAP = 1e-6
 SEED = 20240601
 
-Terms = list[mathopt.Variable]  # the sum of these
+Terms = list[int]  # the sum of these variables
 
 
 @dataclass(frozen=True)
@@ -65,70 +68,78 @@ class Choice:
         return max(0.0, 1.0 - self.bound_s / self.objective_s) if self.objective_s > 0 else 0.0
 
 
-def choose(classes: Classes, prices: Prices, *, nodes: int = 2000) -> Choice | None:
-    """The cheapest strategies at the sizes of ``prices``; None if none fits the memory."""
-    return Formulation(classes, prices).solve(nodes)
+@dataclass(frozen=True)
+class NodePayer:
+    """The variables (one) that pay for option ``option`` of node class ``node_class``."""
+
+    variables: tuple[int, ...]
+    node_class: int
+    option: int
+
+
+@dataclass(frozen=True)
+class ConversionPayer:
+    """The variables whose sum is c[v,p,q]: what member m pays is converting ``values[m]`` from sources[m] to targets[m]."""
+
+    variables: tuple[int, ...]
+    values: tuple[Value, ...]
+    sources: tuple[Placement, ...]
+    targets: tuple[Placement, ...]
+    copy: str
 
 
 @dataclass
-class Formulation:
-    """The program under construction."""
+class Skeleton:
+    """Variables and rows that do not depend on sizes, and who pays for what."""
 
     classes: Classes
-    prices: Prices
-    model: mathopt.Model = field(default_factory=lambda: mathopt.Model(name="strategies"))
+    regather: tuple[bool, ...]  # value class -> converted once per phase
+    names: list[str] = field(default_factory=list)
+    integers: list[bool] = field(default_factory=list)
+    row_names: list[str] = field(default_factory=list)
+    row_bounds: list[tuple[float, float]] = field(default_factory=list)
+    entries: list[tuple[int, int, float]] = field(default_factory=list)  # row, variable, coefficient
     x: list[Terms] = field(default_factory=list)
-    seconds: list[tuple[mathopt.Variable, float]] = field(default_factory=list)  # objective terms, ms
-    compute: list[tuple[mathopt.Variable, np.ndarray]] = field(default_factory=list)  # per rank, ms
-    memory: list[tuple[mathopt.Variable, np.ndarray]] = field(default_factory=list)  # per moment and rank, GB
+    payers: list[NodePayer | ConversionPayer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.always = self.model.add_variable(lb=1, ub=1, name="always")
+        self.always = self._unit("always")
+        self._row("always", 1.0, 1.0, [self.always])
         self._decisions()
-        for number, value_class in enumerate(self.classes.values):
-            self._value(f"v{number}", value_class)
+        for number, v in enumerate(self.classes.values):
+            self._value(number, v)
         self._together()
-        self.slowest = self.model.add_variable(lb=0, name="T")
-        self._device_rows()
-        self._objective()
 
     def _decisions(self) -> None:
-        for node_class in self.classes.nodes:
+        for a, node_class in enumerate(self.classes.nodes):
             name = node_class.members[0]
             terms = [self._unit(f"x[{name},{i}]", integer=True) for i in range(node_class.options)]
             self.x.append(terms)
             self._row(f"one[{name}]", 1.0, 1.0, terms)
-            for i, variable in enumerate(terms):
-                self._pay(variable, _total(self.prices.node(member, i) for member in node_class.members))
+            self.payers += [NodePayer((variable,), a, i) for i, variable in enumerate(terms)]
 
-    def _value(self, label: str, v: ValueClass) -> None:
+    def _value(self, number: int, v: ValueClass) -> None:
         """Flows of every slot of v, and the conversions that the slots share."""
+        label = f"{v.members[0]}/{number}"
         supply = _grouped(v.produced[0], self.x[v.producer])
-        users: dict[tuple[Placement, Placement, str], list[Terms]] = {}
-        prices: dict[tuple[Placement, Placement, str], Price] = {}
+        users: dict[tuple[Placement, Placement, str], list[tuple[int, Terms]]] = {}
         for k, slot in enumerate(v.slots):
             reader = [self.always] if slot.reader is None else self.x[slot.reader]
             demand = _grouped(v.needed[0][k], reader)
             pairs = [(p, q) for p in supply for q in demand if p == q or not isinstance(q, Partial)]
-            copy = self.prices.copy_name(v.members[0], slot)
-            costs = {(*pair, copy): self._conversion(v, k, pair, copy) for pair in pairs}
-            if len(pairs) == len(supply) * len(demand) and all(cost.is_free for cost in costs.values()):
-                continue
-            flows = self._transport(f"{label},{k}", supply, demand, pairs)
-            for (p, q), terms in flows.items():
+            for (p, q), terms in self._transport(f"{label},{k}", supply, demand, pairs).items():
                 if p != q:
-                    users.setdefault((p, q, copy), []).append(terms)
-            prices.update(costs)
-        for (p, q, copy), terms_of in users.items():
-            self._converted(f"{label},{p}>{q}{copy}", prices[p, q, copy], terms_of)
+                    users.setdefault((p, q, self._copy(number, slot)), []).append((k, terms))
+        for (p, q, copy), flows in users.items():
+            terms = self._converted(f"{label},{p}>{q}{copy}", [terms for _, terms in flows])
+            i, k = v.produced[0].index(p), flows[0][0]
+            j = v.needed[0][k].index(q)
+            sources, targets = tuple(m[i] for m in v.produced), tuple(m[k][j] for m in v.needed)
+            self.payers.append(ConversionPayer(tuple(terms), v.members, sources, targets, copy))
 
-    def _conversion(self, v: ValueClass, k: int, pair: tuple[Placement, Placement], copy: str) -> Price:
-        """The price of converting all members, when the first one's placements are ``pair``."""
-        i, j = v.produced[0].index(pair[0]), v.needed[0][k].index(pair[1])
-        return _total(
-            self.prices.conversion(value, produced[i], needed[k][j], copy)
-            for value, produced, needed in zip(v.members, v.produced, v.needed, strict=True)
-        )
+    def _copy(self, number: int, slot: Slot) -> str:
+        """Slots of one name share their conversions."""
+        return slot.phase if self.regather[number] else ""
 
     def _transport(
         self,
@@ -138,39 +149,29 @@ class Formulation:
         pairs: Sequence[tuple[Placement, Placement]],
     ) -> dict[tuple[Placement, Placement], Terms]:
         """A flow per pair with row sums ``supply`` and column sums ``demand``; with one row, the demand is the flow."""
-        if len(supply) == 1:
+        if len(supply) == 1 or len(demand) == 1:
             for q in demand:
-                if not any(pair[1] == q for pair in pairs):
+                if not any(target == q for _, target in pairs):
                     self._row(f"wanted[{label},{q}]", 0.0, 0.0, demand[q])
-            return {(p, q): demand[q] for p, q in pairs}
-        if len(demand) == 1:
             for p in supply:
-                if not any(pair[0] == p for pair in pairs):
+                if not any(source == p for source, _ in pairs):
                     self._row(f"produced[{label},{p}]", 0.0, 0.0, supply[p])
-            return {(p, q): supply[p] for p, q in pairs}
-        flows = {(p, q): [self._unit(f"f[{label},{p}>{q}]")] for p, q in pairs}
+            return {(p, q): demand[q] if len(supply) == 1 else supply[p] for p, q in pairs}
+        flows = {(p, q): self._unit(f"f[{label},{p}>{q}]") for p, q in pairs}
         for p, terms in supply.items():
-            self._row(f"produced[{label},{p}]", 0.0, 0.0, terms, [f for (s, _), (f,) in flows.items() if s == p])
+            self._row(f"produced[{label},{p}]", 0.0, 0.0, terms, [f for (s, _), f in flows.items() if s == p])
         for q, terms in demand.items():
-            self._row(f"wanted[{label},{q}]", 0.0, 0.0, terms, [f for (_, t), (f,) in flows.items() if t == q])
-        return flows
+            self._row(f"wanted[{label},{q}]", 0.0, 0.0, terms, [f for (_, t), f in flows.items() if t == q])
+        return {pair: [f] for pair, f in flows.items()}
 
-    def _converted(self, label: str, price: Price, users: list[Terms]) -> None:
+    def _converted(self, label: str, users: Sequence[Terms]) -> Terms:
         """One conversion for all its users: the flow itself if there is one user, else a variable above each."""
-        if price.is_free:
-            return
-        terms = users[0]
-        if len(users) > 1:
-            terms = [self._unit(f"c[{label}]")]
-            for k, flow in enumerate(users):
-                self._row(f"shared[{label},{k}]", 0.0, 1.0, terms, flow)
-        for variable in terms:
-            self._pay(variable, price)
-
-    def _pay(self, variable: mathopt.Variable, price: Price) -> None:
-        self.seconds.append((variable, price.together_s * MS))
-        self.compute.append((variable, price.compute_s * MS))
-        self.memory.append((variable, price.held_bytes * GB))
+        if len(users) == 1:
+            return users[0]
+        converted = [self._unit(f"c[{label}]")]
+        for number, flow in enumerate(users):
+            self._row(f"shared[{label},{number}]", 0.0, 1.0, converted, flow)
+        return converted
 
     def _together(self) -> None:
         """Inputs that can be sharded in the same group are, or none of them is."""
@@ -179,58 +180,107 @@ class Formulation:
                 left, right = [self.x[first][i] for i in options], [self.x[other][i] for i in others]
                 self._row(f"together[{first},{other}]", 0.0, 0.0, left, right)
 
-    def _device_rows(self) -> None:
-        for r in self.prices.ranks:
-            row = self.model.add_linear_constraint(lb=0, name=f"compute[{r}]")
-            row.set_coefficient(self.slowest, 1.0)
-            _set(row, ((v, -float(ms[r])) for v, ms in self.compute))
-            for m in range(len(self.memory[0][1])):
-                row = self.model.add_linear_constraint(ub=self.prices.capacity_bytes[r] * GB, name=f"memory[{r},{m}]")
-                _set(row, ((v, float(gb[m, r])) for v, gb in self.memory))
+    def _unit(self, name: str, *, integer: bool = False) -> int:
+        self.names.append(name)
+        self.integers.append(integer)
+        return len(self.names) - 1
 
-    def _objective(self) -> None:
-        total: dict[mathopt.Variable, float] = {self.slowest: 1.0}
-        for variable, ms in self.seconds:
-            total[variable] = total.get(variable, 0.0) + ms
-        self.model.minimize(mathopt.LinearSum(v * c for v, c in total.items()))
-
-    def _unit(self, name: str, *, integer: bool = False) -> mathopt.Variable:
-        return self.model.add_variable(lb=0, ub=1, is_integer=integer, name=name)
-
-    def _row(self, name: str, lb: float, ub: float, plus: Terms, minus: Terms | None = None) -> None:
-        row = self.model.add_linear_constraint(lb=lb, ub=ub, name=name)
-        _set(row, [*((v, 1.0) for v in plus), *((v, -1.0) for v in minus or [])])
-
-    # -- solving -----------------------------------------------------------------------------------------------------
-
-    def solve(self, nodes: int) -> Choice | None:
-        """Run HiGHS, one thread, fixed seed, at most ``nodes`` branch-and-bound nodes; None without a solution."""
-        highs = highs_pb2.HighsOptionsProto()
-        highs.string_options["parallel"] = "off"
-        parameters = mathopt.SolveParameters(
-            random_seed=SEED, relative_gap_tolerance=GAP, node_limit=nodes, highs=highs
-        )
-        result = mathopt.solve(self.model, mathopt.SolverType.HIGHS, params=parameters)
-        if not result.has_primal_feasible_solution():
-            return None
-        values = result.variable_values()
-        picks = tuple(max(range(len(xs)), key=lambda i: values[xs[i]]) for xs in self.x)  # noqa: B023
-        return Choice(
-            picks=picks,
-            objective_s=result.objective_value() / MS,
-            bound_s=result.dual_bound() / MS,
-            variables=self.model.get_num_variables(),
-            rows=self.model.get_num_linear_constraints(),
-            status=result.termination.reason.name.lower(),
-        )
+    def _row(self, name: str, lb: float, ub: float, plus: Iterable[int], minus: Iterable[int] = ()) -> None:
+        row = len(self.row_names)
+        self.row_names.append(name)
+        self.row_bounds.append((lb, ub))
+        self.entries += [(row, v, 1.0) for v in plus]
+        self.entries += [(row, v, -1.0) for v in minus]
 
 
-def _total(prices: Iterable[Price]) -> Price:
-    """The price of doing all of them."""
-    total, *rest = prices
-    for price in rest:
-        total = Price(*(a + b for a, b in zip(total, price, strict=True)))
-    return total
+def make_skeleton(classes: Classes, *, regathered: frozenset[str] = frozenset()) -> Skeleton:
+    """The rows of a partition. ``regathered``: nodes (parameters) whose values are converted once per phase."""
+    return Skeleton(classes, tuple(v.members[0].node in regathered for v in classes.values))
+
+
+def choose(skeleton: Skeleton, prices: Prices, *, nodes: int = 2000) -> Choice | None:
+    """The cheapest strategies at the sizes of ``prices``; None if none fits the memory.
+
+    HiGHS, one thread, fixed seed, at most ``nodes`` branch-and-bound nodes.
+    """
+    model = mathopt.Model.from_model_proto(_priced(skeleton, prices))
+    highs = highs_pb2.HighsOptionsProto()
+    highs.string_options["parallel"] = "off"
+    parameters = mathopt.SolveParameters(random_seed=SEED, relative_gap_tolerance=GAP, node_limit=nodes, highs=highs)
+    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+    if not result.has_primal_feasible_solution():
+        return None
+    values = {variable.id: value for variable, value in result.variable_values().items()}
+    return Choice(
+        picks=tuple(_largest([values[v] for v in terms]) for terms in skeleton.x),
+        objective_s=result.objective_value() / MS,
+        bound_s=result.dual_bound() / MS,
+        variables=model.get_num_variables(),
+        rows=model.get_num_linear_constraints(),
+        status=result.termination.reason.name.lower(),
+    )
+
+
+def _priced(skeleton: Skeleton, prices: Prices) -> model_pb2.ModelProto:
+    """The whole program: skeleton, objective, and the device rows of every kind of rank."""
+    slowest, width = len(skeleton.names), len(skeleton.names) + 1
+    together_ms, compute_ms, held_gb = _coefficients(skeleton, prices, width)
+    together_ms[slowest], compute_ms[:, slowest] = 1.0, -1.0
+    ranks, moments = list(prices.ranks), held_gb.shape[0]
+    dense = np.concatenate([compute_ms[ranks], *(held_gb[m][ranks] for m in range(moments))])
+    dense[np.abs(dense) < SMALLEST] = 0.0
+    names = [f"compute[{r}]" for r in ranks] + [f"memory[{r},{m}]" for m in range(moments) for r in ranks]
+    upper = [0.0] * len(ranks) + [float(prices.capacity_bytes[r]) * GB for _ in range(moments) for r in ranks]
+
+    proto = model_pb2.ModelProto(name="strategies")
+    proto.variables.ids.extend(range(width))
+    proto.variables.lower_bounds.extend([0.0] * width)
+    proto.variables.upper_bounds.extend([1.0] * slowest + [np.inf])
+    proto.variables.integers.extend([*skeleton.integers, False])
+    proto.variables.names.extend([*skeleton.names, "T"])
+    used = np.flatnonzero(np.abs(together_ms) >= SMALLEST)
+    proto.objective.linear_coefficients.ids.extend(used.tolist())
+    proto.objective.linear_coefficients.values.extend(together_ms[used].tolist())
+    first = len(skeleton.row_names)
+    proto.linear_constraints.ids.extend(range(first + len(names)))
+    proto.linear_constraints.lower_bounds.extend([lb for lb, _ in skeleton.row_bounds] + [-np.inf] * len(names))
+    proto.linear_constraints.upper_bounds.extend([ub for _, ub in skeleton.row_bounds] + upper)
+    proto.linear_constraints.names.extend([*skeleton.row_names, *names])
+    _fill_matrix(proto, skeleton.entries, dense, first)
+    return proto
+
+
+def _coefficients(skeleton: Skeleton, prices: Prices, width: int) -> tuple[Array, Array, Array]:
+    """Per variable: (objective ms (V,), compute ms (N, V), held GB (moments, N, V))."""
+    priced: list[tuple[tuple[int, ...], Price]] = []
+    for payer in skeleton.payers:
+        if isinstance(payer, NodePayer):
+            price = prices.nodes(skeleton.classes.nodes[payer.node_class].members, payer.option)
+        else:
+            price = prices.conversions(payer.values, payer.sources, payer.targets, payer.copy)
+        priced.append((payer.variables, price))
+    moments, n = priced[0][1].held_bytes.shape
+    together, compute, held = np.zeros(width), np.zeros((n, width)), np.zeros((moments, n, width))
+    for variables, price in priced:
+        for v in variables:
+            together[v] += price.together_s * MS
+            compute[:, v] += price.compute_s * MS
+            held[:, :, v] += price.held_bytes * GB
+    return together, compute, held
+
+
+def _fill_matrix(
+    proto: model_pb2.ModelProto, entries: Sequence[tuple[int, int, float]], dense: Array, first: int
+) -> None:
+    """Sparse entries, then ``dense`` rows from row ``first`` on; sorted by row and column, equal places added up."""
+    total: dict[tuple[int, int], float] = {}
+    for row, column, value in entries:
+        total[row, column] = total.get((row, column), 0.0) + value
+    kept = sorted((place, value) for place, value in total.items() if value)
+    rows, columns = np.nonzero(dense)
+    proto.linear_constraint_matrix.row_ids.extend([r for (r, _), _ in kept] + (rows + first).tolist())
+    proto.linear_constraint_matrix.column_ids.extend([c for (_, c), _ in kept] + columns.tolist())
+    proto.linear_constraint_matrix.coefficients.extend([v for _, v in kept] + dense[rows, columns].tolist())
 
 
 def _grouped(placements: Sequence[Placement], terms: Terms) -> dict[Placement, Terms]:
@@ -241,11 +291,6 @@ def _grouped(placements: Sequence[Placement], terms: Terms) -> dict[Placement, T
     return found
 
 
-def _set(row: mathopt.LinearConstraint, terms: Iterable[tuple[mathopt.Variable, float]]) -> None:
-    """Write a row; coefficients of one variable add up."""
-    total: dict[mathopt.Variable, float] = {}
-    for variable, coefficient in terms:
-        total[variable] = total.get(variable, 0.0) + coefficient
-    for variable, coefficient in total.items():
-        if abs(coefficient) >= SMALLEST:
-            row.set_coefficient(variable, coefficient)
+def _largest(values: Sequence[float]) -> int:
+    """The index of the largest value, the first of equals."""
+    return max(range(len(values)), key=lambda i: values[i])

@@ -27,7 +27,7 @@ from hap.rules.choices import Choices
 from hap.search.assemble import assemble_plan, used_groups
 from hap.search.bound import lower_bound_s
 from hap.search.classes import Classes, find_bundles, find_classes
-from hap.search.milp import Choice, choose
+from hap.search.milp import Choice, Skeleton, choose, make_skeleton
 from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts, Prices
 from hap.search.ratios import Shares, best_shares
@@ -124,6 +124,7 @@ class Search:
         self.fixed: Mapping[str, Sizes] = self._fixed_sizes()
         self.bundles = self._bundles()
         self.solved: dict[object, Choice | None] = {}
+        self.skeletons: dict[bool, Skeleton] = {}
 
     def _fixed_sizes(self) -> dict[str, Sizes]:
         groups, pins = self.choices.groups, self.pins
@@ -216,9 +217,15 @@ class Search:
         key = (tuple(sizes.items()), regather, tuple(capacity.tolist()))
         if key not in self.solved:
             self.milps += 1
-            prices = Prices(self.facts, sizes, regather, capacity)
-            self.solved[key] = choose(self.classes, prices, nodes=self.limits.nodes)
+            prices = Prices(self.facts, sizes, capacity)
+            self.solved[key] = choose(self._skeleton(regather), prices, nodes=self.limits.nodes)
         return self.solved[key]
+
+    def _skeleton(self, regather: bool) -> Skeleton:
+        if regather not in self.skeletons:
+            names = frozenset(n.name for n in self.graph.sources("parameter")) if regather else frozenset()
+            self.skeletons[regather] = make_skeleton(self.classes, regathered=names)
+        return self.skeletons[regather]
 
     def _reshare(self, found: Found) -> Found:
         """The same strategies with the LP's shares, rounded; the LP's groups only, the others follow their mean."""

@@ -12,7 +12,7 @@ last reader of the value; a final gradient counts in its parameter's placement. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from hap.fabric import Array
 from hap.graph import Graph, Phase, Value
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Strategy
-from hap.search.classes import Candidates, Slot
+from hap.search.classes import Candidates
 
 MOMENTS = 5
 
@@ -43,10 +43,6 @@ class Price(NamedTuple):
     compute_s: Array
     held_bytes: Array
 
-    @property
-    def is_free(self) -> bool:
-        return self.together_s == 0 and not self.compute_s.any() and not self.held_bytes.any()
-
 
 @dataclass(frozen=True, eq=False)
 class Facts:
@@ -57,6 +53,8 @@ class Facts:
     cluster: ClusterSpec
     optimizer: str
     _parts: dict[tuple[str, Strategy], Parts] = field(default_factory=dict, repr=False)
+    _held: dict[tuple[str, Strategy], list[tuple[Placement, int, Array]]] = field(default_factory=dict, repr=False)
+    _alive: dict[tuple[Value, str], Array] = field(default_factory=dict, repr=False)
 
     def parts(self, name: str, strategy: Strategy) -> Parts:
         """The work of a node as the strategy divides it."""
@@ -109,6 +107,12 @@ class Facts:
 
     def held(self, name: str, strategy: Strategy) -> list[tuple[Placement, int, Array]]:
         """What a node keeps: (placement, bytes of the whole, moments) for each of its allocations."""
+        key = (name, strategy)
+        if key not in self._held:
+            self._held[key] = self._find_held(name, strategy)
+        return self._held[key]
+
+    def _find_held(self, name: str, strategy: Strategy) -> list[tuple[Placement, int, Array]]:
         node = self.graph.by_name[name]
         if node.is_source:
             placement = strategy.outputs[0]
@@ -133,6 +137,11 @@ class Facts:
 
     def copy_alive(self, value: Value, copy: str) -> Array:
         """The moments at which a converted copy lives; ``copy`` is a phase, or "" for one copy shared by both."""
+        if (value, copy) not in self._alive:
+            self._alive[value, copy] = self._find_alive(value, copy)
+        return self._alive[value, copy]
+
+    def _find_alive(self, value: Value, copy: str) -> Array:
         spans = self.reads.get(value, {})
         spans = {phase: span for phase, span in spans.items() if copy in ("", phase)}
         if not spans:
@@ -154,9 +163,7 @@ class Prices:
 
     facts: Facts
     sizes: GroupSizes
-    regather: bool
     capacity_bytes: Array
-    _options: dict[object, tuple[Array, Array]] = field(default_factory=dict, repr=False)
     _conversions: dict[object, tuple[float, Array, Array]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -169,42 +176,64 @@ class Prices:
             kinds.setdefault((numbers, float(self.capacity_bytes[d.rank]), sizes), d.rank)
         return tuple(kinds.values())
 
-    def node(self, name: str, option: int) -> Price:
-        """The price of a node's own work, of the optimizer's update if it is a parameter, and of what it keeps."""
-        strategy, facts, n = self.facts.candidates[name][option], self.facts, self.facts.cluster.world_size
-        held = np.zeros((MOMENTS, n))
-        for placement, nbytes, moments in facts.held(name, strategy):
-            held = held + moments * local_bytes(nbytes, placement, self.sizes, n)
+    def nodes(self, names: Sequence[str], option: int) -> Price:
+        """The price of all of them: their own work, the optimizer's update of parameters, and what they keep.
+
+        Nodes of one class with the same sizes differ only in when they are alive, so their work is priced once.
+        """
+        alike: dict[object, list[str]] = {}
+        for name in names:
+            strategy = self.facts.candidates[name][option]
+            alike.setdefault(tuple(map(self._with_sizes, (*strategy.inputs, *strategy.outputs))), []).append(name)
+        n = self.facts.cluster.world_size
+        compute, held = np.zeros(n), np.zeros((MOMENTS, n))
+        for same in alike.values():
+            strategy = self.facts.candidates[same[0]][option]
+            compute = compute + len(same) * self._compute_s(same[0], strategy)
+            kept = [self.facts.held(name, self.facts.candidates[name][option]) for name in same]
+            for (placement, nbytes, moments), *others in zip(*kept, strict=True):
+                alive = moments + sum(other[2] for other in others)
+                held = held + alive * local_bytes(nbytes, placement, self.sizes, n)
+        return Price(0.0, compute, held)
+
+    def _compute_s(self, name: str, strategy: Strategy) -> Array:
+        facts, n = self.facts, self.facts.cluster.world_size
         if facts.graph.by_name[name].is_source:
-            return Price(0.0, facts.update_s(name, strategy, self.sizes), held)
+            return facts.update_s(name, strategy, self.sizes)
         parts = facts.parts(name, strategy)
         rho = np.ones(n) if parts.group is None else np.array(self.sizes[parts.group], dtype=np.float64) / parts.n
-        return Price(0.0, facts.compute.seconds(parts, rho), held)
+        return facts.compute.seconds(parts, rho)
 
-    def conversion(self, value: Value, source: Placement, target: Placement, copy: str) -> Price:
-        """The price of turning ``value`` into ``target`` once. A final gradient's copy is its parameter's to keep."""
-        n, cluster = self.facts.cluster.world_size, self.facts.cluster
-        if source == target:
-            return Price(0.0, np.zeros(n), np.zeros((MOMENTS, n)))
-        nbytes = self.facts.graph.meta(value).nbytes
-        key = (nbytes, self._with_sizes(source), self._with_sizes(target))
-        if key not in self._conversions:
-            kind, compute = collective_kind(source, target), np.zeros(n)
-            name, seconds = best_decomposition(kind, nbytes, source, target, self.sizes, cluster)
-            if kind == "slice":
-                form = collective_coefficients(kind, name, nbytes, source, target, cluster)
-                rho, sigma = shares(source, self.sizes, n), shares(target, self.sizes, n)
-                seconds, compute = 0.0, form.stages[0].rows(rho, sigma)
-            self._conversions[key] = seconds, compute, local_bytes(nbytes, target, self.sizes, n)
-        together, compute, kept = self._conversions[key]
-        if value in self.facts.homes:
-            return Price(together, compute, np.zeros((MOMENTS, n)))
-        return Price(together, compute, self.facts.copy_alive(value, copy) * kept)
+    def conversions(
+        self, values: Sequence[Value], sources: Sequence[Placement], targets: Sequence[Placement], copy: str
+    ) -> Price:
+        """The price of turning every value from its source into its target, once each. The copy of a final gradient is
+        its parameter's to keep."""
+        n, facts = self.facts.cluster.world_size, self.facts
+        together, compute, held = 0.0, np.zeros(n), np.zeros((MOMENTS, n))
+        alike: dict[object, list[int]] = {}
+        for m, value in enumerate(values):
+            key = (facts.graph.meta(value).nbytes, self._with_sizes(sources[m]), self._with_sizes(targets[m]))
+            alike.setdefault(key, []).append(m)
+        for key, same in alike.items():
+            m = same[0]
+            if key not in self._conversions:
+                self._conversions[key] = self._convert(facts.graph.meta(values[m]).nbytes, sources[m], targets[m])
+            seconds, each, kept = self._conversions[key]
+            together, compute = together + len(same) * seconds, compute + len(same) * each
+            alive = sum(facts.copy_alive(values[i], copy) for i in same if values[i] not in facts.homes)
+            held = held + alive * kept
+        return Price(together, compute, held)
 
-    def copy_name(self, value: Value, slot: Slot) -> str:
-        """Slots with the same name share one conversion: all of them, or those of a phase where parameters are regathered."""
-        again = self.regather and self.facts.graph.by_name[value.node].op == "parameter"
-        return slot.phase if again else ""
+    def _convert(self, nbytes: int, source: Placement, target: Placement) -> tuple[float, Array, Array]:
+        """(seconds of all together, seconds (N,) of each, bytes (N,) of the result)."""
+        n, cluster, kind = self.facts.cluster.world_size, self.facts.cluster, collective_kind(source, target)
+        name, seconds = best_decomposition(kind, nbytes, source, target, self.sizes, cluster)
+        kept = local_bytes(nbytes, target, self.sizes, n)
+        if kind != "slice":
+            return seconds, np.zeros(n), kept
+        form = collective_coefficients(kind, name, nbytes, source, target, cluster)
+        return 0.0, form.stages[0].rows(shares(source, self.sizes, n), shares(target, self.sizes, n)), kept
 
     def _with_sizes(self, placement: Placement) -> object:
         if isinstance(placement, Shard):

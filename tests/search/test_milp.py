@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,8 @@ from hap.conversion import find_needs
 from hap.graph import Graph, Node, TensorMeta, Value, verify_graph
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
-from hap.search.classes import Slot, find_classes
-from hap.search.milp import choose
+from hap.search.classes import find_classes
+from hap.search.milp import choose, make_skeleton
 from hap.search.prices import Price
 
 RANKS = 2
@@ -28,21 +28,21 @@ class MadeUpPrices:
 
     seconds: Mapping[tuple[str, int], np.ndarray]
     nbytes: Mapping[tuple[str, int], np.ndarray]
-    conversions: Mapping[tuple[Value, Placement, Placement], float]
+    conversion_s: Mapping[tuple[Value, Placement, Placement], float]
     capacity_bytes: np.ndarray
-    regather: bool = False
-    parameters: tuple[str, ...] = ()
+    regather: bool
     ranks: tuple[int, ...] = (0, 1)
 
-    def node(self, name: str, option: int) -> Price:
-        return Price(0.0, self.seconds[name, option], self.nbytes[name, option][None])
+    def nodes(self, names: Sequence[str], option: int) -> Price:
+        return Price(
+            0.0, sum(self.seconds[name, option] for name in names), sum(self.nbytes[n, option] for n in names)[None]
+        )
 
-    def conversion(self, value: Value, source: Placement, target: Placement, copy: str) -> Price:
-        seconds = 0.0 if source == target else self.conversions[value, source, target]
+    def conversions(
+        self, values: Sequence[Value], sources: Sequence[Placement], targets: Sequence[Placement], copy: str
+    ) -> Price:
+        seconds = sum(self.conversion_s[key] for key in zip(values, sources, targets, strict=True))
         return Price(seconds, np.zeros(RANKS), np.zeros((1, RANKS)))
-
-    def copy_name(self, value: Value, slot: Slot) -> str:
-        return slot.phase if self.regather and value.node in self.parameters else ""
 
 
 def random_graph(rng: random.Random) -> tuple[Graph, dict[str, tuple[Strategy, ...]]]:
@@ -78,10 +78,9 @@ def random_prices(rng: random.Random, graph: Graph, strategies: Mapping[str, tup
     return MadeUpPrices(
         seconds={key: np.array([rng.random(), rng.random()]) * 1e-3 for key in keys},
         nbytes={key: np.array([rng.random(), rng.random()]) * 1e9 for key in keys},
-        conversions={(Value(n.name), a, b): rng.random() * 1e-3 for n in graph.nodes for a, b in pairs},
+        conversion_s={(Value(n.name), a, b): rng.random() * 1e-3 for n in graph.nodes for a, b in pairs},
         capacity_bytes=np.full(RANKS, rng.choice([100e9, 3.5e9])),
         regather=rng.random() < 0.5,
-        parameters=("w",),
     )
 
 
@@ -97,7 +96,7 @@ def cost(graph: Graph, prices: MadeUpPrices, strategies: Mapping[str, tuple[Stra
             need.collective  # noqa: B018  (raises where the target is a partial)
     except AssertionError:
         return float("inf")
-    return total + sum(prices.conversions[n.value, n.source, n.target] for n in needs)
+    return total + sum(prices.conversion_s[n.value, n.source, n.target] for n in needs)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -109,10 +108,11 @@ def test_finds_the_optimum_of_exhaustive_search(seed: int) -> None:
     every = [dict(zip(names, p, strict=True)) for p in itertools.product(*(range(len(strategies[n])) for n in names))]
     best = min(cost(graph, prices, strategies, picks) for picks in every)
     classes = find_classes(graph, strategies)
+    skeleton = make_skeleton(classes, regathered=frozenset(["w"]) if prices.regather else frozenset())
     if best == float("inf"):
-        assert choose(classes, prices) is None
+        assert choose(skeleton, prices) is None
         return
-    choice = choose(classes, prices)
+    choice = choose(skeleton, prices)
     assert choice is not None
     picks = {name: choice.picks[c] for name, c in classes.of.items()}
     assert choice.objective_s == pytest.approx(best, rel=1e-6)

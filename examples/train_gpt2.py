@@ -4,8 +4,8 @@
 
 The model is Hugging Face's GPT-2 with random weights; the text is the Python language reference that ships inside
 Python (``pydoc_data.topics``), read character by character. With a GPU for every rank it runs on NCCL; otherwise on
-Gloo, with the devices' speeds emulated (``hap/runtime/emulate.py``). At the end rank 0 repeats the first steps alone, as
-one device would, and prints the largest difference.
+Gloo, with the devices' speeds emulated (``hap/runtime/emulate.py``). At the end rank 0 repeats the first steps alone,
+as one device would, and prints the largest difference.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ def train(program: HapProgram, data: Characters, arguments: argparse.Namespace, 
     """The loop, on every rank. Rank 0 shows the progress."""
     sampler = program.batch_sampler(len(data), shuffle=True, seed=0)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=program.collate)
+    program.set_pace(throttle)
     trainer = Trainer(program, program.clip_grad_norm_, arguments)
     record = Record()
     with progress_bar(arguments.steps) as show:

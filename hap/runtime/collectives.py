@@ -20,8 +20,9 @@ Sums are made in the value's own dtype and, in ``all_to_all_sum``, in rank order
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,21 @@ T = TypeVar("T")
 CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
 
 
+class Pace(Protocol):
+    """Told where compute ends and begins again: see ``hap.runtime.emulate.Throttle``."""
+
+    def settle(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
 class Communicator:
     """One rank's end of the collectives of one process group.
 
     ``group`` is None for a world of one, where no process group is needed. ``check=True`` (or the environment variable
     ``HAP_CHECK_COLLECTIVES=1``) compares call, layout, shape and dtype across ranks before every collective and raises
-    ProgramError naming the rank that differs, where a mismatch would otherwise hang or corrupt.
+    ProgramError naming the rank that differs, where a mismatch would otherwise hang or corrupt. ``pace``, if set, is
+    told of every use of the wire.
     """
 
     def __init__(
@@ -57,7 +67,18 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = torch.device(device)
         self.check = os.environ.get(CHECK_VARIABLE) == "1" if check is None else check
+        self.pace: Pace | None = None
         self._routes: dict[tuple[Layout, Layout], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+    @contextmanager
+    def wire(self) -> Iterator[None]:
+        """Around what is sent and received; packing, joining and summing are compute."""
+        if self.pace is None:
+            yield
+            return
+        self.pace.settle()
+        yield
+        self.pace.resume()
 
     def all_gather(
         self, piece: torch.Tensor, *, dim: int, outer: int, unit: int, sizes: Sizes, decomposition: str = "all_to_all"
@@ -68,12 +89,13 @@ class Communicator:
         if self.group is None:
             return piece.contiguous()
         shapes = [layout.local_shape(piece.shape, r) for r in range(self.world_size)]
-        if decomposition == "all_to_all":
-            pieces = exchange([piece] * self.world_size, shapes, self.group)
-        elif decomposition == "padded":
-            pieces = gather_padded(piece, shapes, self.group)
-        else:
-            pieces = gather_by_broadcast(piece, shapes, self.group)
+        with self.wire():
+            if decomposition == "all_to_all":
+                pieces = exchange([piece] * self.world_size, shapes, self.group)
+            elif decomposition == "padded":
+                pieces = gather_padded(piece, shapes, self.group)
+            else:
+                pieces = gather_by_broadcast(piece, shapes, self.group)
         return join_shards(pieces, layout.shard, sizes).contiguous()
 
     def all_reduce(self, partial: torch.Tensor, *, decomposition: str = "ring") -> torch.Tensor:
@@ -83,7 +105,8 @@ class Communicator:
             return partial.contiguous()
         total = partial.clone(memory_format=torch.contiguous_format)
         if total.numel():
-            dist.all_reduce(total, group=self.group)
+            with self.wire():
+                dist.all_reduce(total, group=self.group)
         return total
 
     def reduce_scatter(
@@ -105,7 +128,8 @@ class Communicator:
         mine = tuple(pieces[self.rank].shape)
         if decomposition == "padded":
             return self._reduce_scatter_padded(pieces)
-        received = exchange(pieces, [mine] * self.world_size, self.group)
+        with self.wire():
+            received = exchange(pieces, [mine] * self.world_size, self.group)
         total = received[0].clone()
         for piece in received[1:]:
             total += piece
@@ -122,7 +146,9 @@ class Communicator:
             return self._regroup(piece, source, target)
         mine = target.local_shape(piece.shape, self.rank)
         shapes = [source.local_shape(mine, r) for r in range(self.world_size)]
-        pieces = exchange([target.take(piece, s) for s in range(self.world_size)], shapes, self.group)
+        leaving = [target.take(piece, s) for s in range(self.world_size)]
+        with self.wire():
+            pieces = exchange(leaving, shapes, self.group)
         return join_shards(pieces, source.shard, source.sizes).contiguous()
 
     def slice(
@@ -171,7 +197,8 @@ class Communicator:
         for row, piece in zip(rows, pieces, strict=True):
             row[: piece.numel()] = piece.reshape(-1)
         total = torch.empty(longest, dtype=mine.dtype, device=mine.device)
-        dist.reduce_scatter_tensor(total, rows.reshape(-1), group=self.group)
+        with self.wire():
+            dist.reduce_scatter_tensor(total, rows.reshape(-1), group=self.group)
         return total[: mine.numel()].reshape(mine.shape).clone()
 
     def _regroup(self, piece: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
@@ -179,7 +206,9 @@ class Communicator:
         assert self.group is not None
         leaving, arriving = self._route(source, target, piece.device)
         shapes = [tuple(len(a) if d == source.dim else s for d, s in enumerate(piece.shape)) for a in arriving]
-        pieces = exchange([piece.index_select(source.dim, where) for where in leaving], shapes, self.group)
+        outgoing = [piece.index_select(source.dim, where) for where in leaving]
+        with self.wire():
+            pieces = exchange(outgoing, shapes, self.group)
         result = piece.new_empty(target.local_shape(piece.shape, self.rank))
         for where, arrived in zip(arriving, pieces, strict=True):
             result.index_copy_(source.dim, where, arrived)

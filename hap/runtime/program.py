@@ -25,7 +25,7 @@ from hap.codegen.source import to_python
 from hap.errors import ProgramError
 from hap.plan import Plan
 from hap.runtime.clipping import global_norm, scale_gradients
-from hap.runtime.collectives import Communicator
+from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, Signature, in_form
 from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, register, whole_tensor
 from hap.runtime.step import RunStep, Step
@@ -74,6 +74,10 @@ class HapProgram(nn.Module):
     def device(self) -> torch.device:
         """Where this rank's shares live and its inputs must be."""
         return self._comm.device
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Have ``pace`` told of every use of the wire: how a rank plays a slower device (``hap.runtime.emulate``)."""
+        self._comm.pace = pace
 
     def forward(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of the global batch, the same on every rank, from this rank's share of it. Collective.

@@ -25,21 +25,6 @@ def layer_norm_backward(call: Call) -> Iterator[Row]:
     yield from partial_rows(call, ("P" + "R" * (len(call.inputs) - 1),))
 
 
-def rms_norm(call: Call) -> Iterator[Row]:
-    """``(x, normalized_shape, weight | None, eps) -> (out, rstd)``."""
-    leading = len(call.inputs[0].shape) - len(call.argument(1, "normalized_shape"))
-    for dim in range(leading):
-        yield Row((Dim(dim), *whole_slots(len(call.inputs) - 1)), (Dim(dim),) * 2)
-
-
-def rms_norm_backward(call: Call) -> Iterator[Row]:
-    """``(grad, x, normalized_shape, rstd, weight | None, output_mask) -> (dx, dweight)``; linear in grad."""
-    leading = len(call.inputs[0].shape) - len(call.argument(2, "normalized_shape"))
-    for dim in range(leading):
-        yield Row((*(Dim(dim),) * 3, *whole_slots(len(call.inputs) - 3)), _gradients(call, dim))
-    yield from partial_rows(call, ("P" + "R" * (len(call.inputs) - 1),))
-
-
 def _gradients(call: Call, dim: int) -> tuple[Slot | None, ...]:
     """The slots of (dx, dweight, dbias): x's gradient lies as x does, the others are sums over ``dim``."""
     dx, *rest = call.outputs
@@ -49,6 +34,4 @@ def _gradients(call: Call, dim: int) -> tuple[Slot | None, ...]:
 RULES: Mapping[str, Rule] = {
     "aten.native_layer_norm.default": layer_norm,
     "aten.native_layer_norm_backward.default": layer_norm_backward,
-    "aten._fused_rms_norm.default": rms_norm,
-    "aten._fused_rms_norm_backward.default": rms_norm_backward,
 }

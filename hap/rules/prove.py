@@ -143,7 +143,7 @@ def _prove(call: Call, strategy: Strategy, proof: Proof) -> Verdict:
     try:
         arguments = localize_call(call, strategy, proof.table)
         inputs = sample_inputs(call, generator)
-        whole = _outputs(_run(op, (call.node.args, call.node.kwargs), inputs, (), 0))
+        whole = run_whole(call, inputs)
         for sizes in _dealings(strategy, proof.world_size):
             dealt = [
                 _deal_input(x, placement, sizes, proof.world_size, generator)
@@ -197,6 +197,11 @@ def _run(
     args = map_values(args, lambda _: next(remaining))
     kwargs = map_values(kwargs, lambda _: next(remaining))
     return op(*map(concrete, args), **{k: concrete(v) for k, v in kwargs})
+
+
+def run_whole(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """The outputs of the call on one device."""
+    return _outputs(_run(resolve(call.node.op), (call.node.args, call.node.kwargs), inputs, (), 0))
 
 
 def _outputs(result: Any) -> tuple[Any, ...]:

@@ -55,7 +55,7 @@ def is_split_off(source: Sizes, target: Sizes, out: int) -> bool:
 
 
 def moved(dims: Callable[[Call], Places]) -> Rule:
-    """``dims(call)[d]`` is where dim ``d`` of the argument goes, None if it vanishes (it has size 1)."""
+    """``dims(call)[d]`` is where dim ``d`` of the argument goes, None if it vanishes or must stay whole."""
 
     def rule(call: Call) -> Iterator[Row]:
         for dim, out in enumerate(dims(call)):
@@ -88,13 +88,17 @@ def _unsqueeze(call: Call) -> list[int]:
 
 
 def _squeeze(call: Call) -> list[int | None]:
+    """``squeeze(x, dims)``. A named dim that is not of size 1 stays whole: a share of one would vanish on its rank."""
     shape = call.inputs[0].shape
     dims = call.argument(1, "dim")
-    named = (
-        range(len(shape)) if dims is None else [d % len(shape) for d in ((dims,) if isinstance(dims, int) else dims)]
-    )
+    named = [d % len(shape) for d in ((dims,) if isinstance(dims, int) else dims)]
     gone = [d for d in named if shape[d] == 1]
-    return [None if d in gone else d - sum(1 for g in gone if g < d) for d in range(len(shape))]
+    return [None if d in named else d - sum(1 for g in gone if g < d) for d in range(len(shape))]
+
+
+def squeeze_all(call: Call) -> Iterator[Row]:
+    """``squeeze(x)`` drops whatever has size 1 on its rank, a share of one too: every dim stays whole."""
+    yield from partial_rows(call, ("P",))
 
 
 def expand(call: Call) -> Iterator[Row]:
@@ -150,7 +154,7 @@ RULES: Mapping[str, Rule] = {
     "aten.transpose.int": moved(_transpose),
     "aten.t.default": moved(_t),
     "aten.unsqueeze.default": moved(_unsqueeze),
-    "aten.squeeze.default": moved(_squeeze),
+    "aten.squeeze.default": squeeze_all,
     "aten.squeeze.dim": moved(_squeeze),
     "aten.squeeze.dims": moved(_squeeze),
     "aten.expand.default": expand,

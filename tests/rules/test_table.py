@@ -1,0 +1,215 @@
+"""Every rule of the table, proved on a sample call: each row fitted to every atom it fits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hap.graph import TensorMeta
+from hap.ops import resolve
+from hap.rules.notation import Call
+from hap.rules.prove import prove_call, row_strategies, run_whole
+from hap.rules.samples import sample_inputs
+from hap.rules.table import BUILTIN, call_rows
+from tests.rules.graphs import booleans, call, integers, meta
+
+X, ROW, PIECE = meta(6, 4), meta(4), meta(3, 4)
+IMAGE, ATTENTION = meta(6, 4, 4, 4), meta(3, 4, 6, 2)
+NAMES = {
+    (X,): """
+        _to_copy.default abs.default acos.default alias.default all.default amax.default amin.default any.default
+        argmax.default argmin.default asin.default atan.default ceil.default clone.default contiguous.default
+        cos.default cosh.default detach.default elu.default erf.default erfc.default exp.default exp2.default
+        expm1.default floor.default gelu.default hardsigmoid.default hardswish.default hardtanh.default
+        isfinite.default isinf.default isnan.default leaky_relu.default lift_fresh_copy.default log.default
+        log10.default log1p.default log2.default logical_not.default max.default mean.default min.default
+        mish.default neg.default ones_like.default reciprocal.default relu.default round.default rsqrt.default
+        sigmoid.default sign.default silu.default sin.default sinh.default softplus.default sort.default
+        sqrt.default squeeze.default std.correction sum.default t.default tan.default tanh.default tril.default
+        triu.default trunc.default unbind.int var.correction var_mean.correction zeros_like.default slice.Tensor""",
+    (X, 0): """
+        add.Scalar add.Tensor sub.Scalar full_like.default all.dim any.dim cumprod.default cumsum.default
+        max.dim min.dim prod.dim_int squeeze.dim unsqueeze.default""",
+    (X, 2.0): """
+        add.Scalar clamp.default clamp_max.default clamp_min.default div.Scalar eq.Scalar fmod.Scalar full_like.default
+        ge.Scalar gt.Scalar le.Scalar lt.Scalar mul.Scalar ne.Scalar pow.Tensor_Scalar remainder.Scalar rsub.Scalar
+        sub.Scalar""",
+    (X, ROW): """
+        add.Tensor atan2.default clamp.Tensor div.Tensor eq.Tensor floor_divide.default fmod.Tensor ge.Tensor gt.Tensor
+        le.Tensor logaddexp.default logical_and.default logical_or.default logical_xor.default lt.Tensor maximum.default
+        minimum.default mul.Tensor mv.default ne.Tensor pow.Tensor_Tensor remainder.Tensor sub.Tensor""",
+    (X, X): """
+        add.Tensor gelu_backward.default hardsigmoid_backward.default hardswish_backward.default mish_backward.default
+        mul.Tensor sigmoid_backward.default silu_backward.default tanh_backward.default""",
+    (X, (0,)): "sum.dim_IntList mean.dim amax.default logsumexp.default flip.default var_mean.correction",
+    (X, (1,), True): "sum.dim_IntList mean.dim amin.default logsumexp.default",
+    (X, 1, False): "_softmax.default _log_softmax.default max.dim all.dim",
+    (X, X, 0, torch.float64): "_softmax_backward_data.default _log_softmax_backward_data.default",
+    (integers(6, 4),): "bitwise_not.default sum.default",
+    (integers(6, 4), 2): "bitwise_and.Scalar bitwise_or.Scalar",
+    (integers(6, 4), integers(6, 4)): "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor",
+    (X, X, ROW): "addcmul.default addcdiv.default",
+    ((6, 4),): "zeros.default ones.default",
+    ((6, 4), 0): "full.default",
+    ((6, 4), 2.0): "full.default",
+    (ROW, (6, 4)): "new_zeros.default new_ones.default",
+    (X, (4, 6)): "view.default _unsafe_view.default reshape.default",
+    (X, (2, 3, 2, 2)): "view.default",
+    (X, (24,)): "view.default",
+}
+CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in names.split()] + [
+    ("aten._safe_softmax.default", (X, 1)),
+    ("aten.arange.default", (6,)),
+    ("aten.arange.start", (0, 6)),
+    ("aten.arange.start_step", (0, 6, 2)),
+    ("aten.eye.default", (4,)),
+    ("aten.scalar_tensor.default", (0,)),
+    ("aten.scalar_tensor.default", (1.0,)),
+    ("aten.new_full.default", (ROW, (6, 4), 1.5)),
+    ("aten.pow.Scalar", (2.0, X)),
+    ("aten.where.self", (booleans(6, 1), X, ROW)),
+    ("aten.masked_fill.Scalar", (X, booleans(6, 4), 0)),
+    ("aten.masked_fill.Scalar", (X, booleans(6, 1), 1.0)),
+    ("aten.masked_fill.Tensor", (X, booleans(6, 4), meta())),
+    ("aten.elu_backward.default", (X, 1.0, 1.0, 1.0, False, X)),
+    ("aten.hardtanh_backward.default", (X, X, -1.0, 1.0)),
+    ("aten.leaky_relu_backward.default", (X, X, 0.1, False)),
+    ("aten.softplus_backward.default", (X, X, 1.0, 20.0)),
+    ("aten.threshold_backward.default", (X, X, 0.0)),
+    ("aten.mm.default", (X, meta(4, 5))),
+    ("aten.bmm.default", (meta(3, 6, 4), meta(3, 4, 5))),
+    ("aten.dot.default", (ROW, ROW)),
+    ("aten.cat.default", ((X, meta(3, 4), meta(9, 4)), 0)),
+    ("aten.cat.default", ((X, meta(6, 8)), -1)),
+    ("aten.stack.default", ((X, X), 1)),
+    ("aten.split_with_sizes.default", (X, (4, 2), 0)),
+    ("aten.split_with_sizes.default", (meta(4, 12), (4, 4, 4), -1)),
+    ("aten.split.Tensor", (X, 2, 0)),
+    ("aten.slice.Tensor", (meta(12, 4), 0, 4, 8)),
+    ("aten.slice.Tensor", (meta(12, 4), 0, 4, 2**63 - 1)),
+    ("aten.slice.Tensor", (meta(12, 4), 0, -4, 2**63 - 1)),
+    ("aten.slice.Tensor", (meta(12, 4), 0, 0, -4)),
+    ("aten.slice.Tensor", (meta(12, 4), 0, 0, 12, 2)),
+    ("aten.slice_backward.default", (PIECE, (12, 4), 0, 3, 6, 1)),
+    ("aten.slice_backward.default", (X, (12, 4), 0, 0, 12, 2)),
+    ("aten.select.int", (X, 0, 2)),
+    ("aten.select.int", (X, 1, -1)),
+    ("aten.select_backward.default", (ROW, (6, 4), 0, 2)),
+    ("aten.unbind.int", (X, 1)),
+    ("aten.constant_pad_nd.default", (X, (0, 1), 0.0)),
+    ("aten.constant_pad_nd.default", (X, (0, 0, 1, 0), -100.0)),
+    ("aten.permute.default", (meta(3, 6, 4), (2, 0, 1))),
+    ("aten.transpose.int", (meta(3, 6, 4), 1, -1)),
+    ("aten.unsqueeze.default", (X, -1)),
+    ("aten.squeeze.default", (meta(1, 6, 1, 4),)),
+    ("aten.squeeze.dim", (meta(6, 1, 4), 1)),
+    ("aten.squeeze.dims", (meta(1, 6, 4), (0, 1))),
+    ("aten.squeeze.dims", (meta(1, 6, 1, 4), (0, 2))),
+    ("aten.expand.default", (meta(6, 1), (3, 6, 4))),
+    ("aten.expand.default", (meta(6, 1), (3, -1, 4))),
+    ("aten.repeat.default", (X, (2, 1, 3))),
+    ("aten.roll.default", (X, (2,), (0,))),
+    ("aten.roll.default", (X, (2,))),
+    ("aten.topk.default", (X, 2)),
+    ("aten.sort.default", (X, 0)),
+    ("aten.cumsum.default", (X, -1)),
+    ("aten.gather.default", (X, 1, integers(6, 3))),
+    ("aten.gather.default", (X, 0, integers(2, 4))),
+    ("aten.scatter.src", (X, 1, integers(6, 1), meta(6, 1))),
+    ("aten.scatter.value", (X, 1, integers(6, 1), -1.0)),
+    ("aten.scatter_add.default", (X, 0, integers(5, 4), meta(5, 4))),
+    ("aten.embedding.default", (meta(5, 4), integers(6, 3))),
+    ("aten.embedding_dense_backward.default", (meta(6, 3, 4), integers(6, 3), 5, -1, False)),
+    ("aten.index.Tensor", (meta(6, 5, 4), (None, integers(3, 2)))),
+    ("aten.index.Tensor", (meta(6, 5, 4), (integers(3, 1), integers(2)))),
+    ("aten.index.Tensor", (meta(6, 5, 4), (integers(3), None, integers(3)))),
+    ("aten.index_put.default", (meta(6, 5, 4), (None, integers(3, 2)), meta(6, 3, 2, 4), True)),
+    ("aten.index_put.default", (meta(6, 5, 4), (None, integers(3, 2)), meta(6, 3, 2, 4), False)),
+    ("aten.index_select.default", (X, 0, integers(3))),
+    ("aten.native_layer_norm.default", (meta(3, 6, 4), (4,), ROW, ROW, 1e-5)),
+    ("aten.native_layer_norm.default", (meta(3, 6, 4), (6, 4), None, None, 1e-5)),
+    (
+        "aten.native_layer_norm_backward.default",
+        (meta(3, 6, 4), meta(3, 6, 4), (4,), meta(3, 6, 1), meta(3, 6, 1), ROW, ROW, (True, True, True)),
+    ),
+    ("aten.convolution.default", (IMAGE, meta(2, 4, 3, 3), meta(2), (1, 1), (0, 0), (1, 1), False, (0, 0), 1)),
+    ("aten.convolution.default", (IMAGE, meta(2, 4, 3, 3), None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)),
+    ("aten.convolution.default", (IMAGE, meta(4, 1, 3, 3), None, (1, 1), (1, 1), (1, 1), False, (0, 0), 4)),
+    (
+        "aten.convolution_backward.default",
+        (meta(6, 2, 2, 2), IMAGE, meta(2, 4, 3, 3), (2,), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True,) * 3),
+    ),
+    (
+        "aten._native_batch_norm_legit_functional.default",
+        (IMAGE, meta(4), meta(4), meta(4), meta(4), True, 0.1, 1e-5),
+    ),
+    (
+        "aten.native_batch_norm_backward.default",
+        (IMAGE, IMAGE, meta(4), meta(4), meta(4), meta(4), meta(4), True, 1e-5, (True, True, True)),
+    ),
+    ("aten.native_group_norm.default", (IMAGE, meta(4), meta(4), 6, 4, 16, 2, 1e-5)),
+    (
+        "aten.native_group_norm_backward.default",
+        (IMAGE, IMAGE, meta(6, 2), meta(6, 2), meta(4), 6, 4, 16, 2, (True, True, True)),
+    ),
+    ("aten.max_pool2d_with_indices.default", (IMAGE, (2, 2), (2, 2))),
+    (
+        "aten.max_pool2d_with_indices_backward.default",
+        (meta(6, 4, 2, 2), IMAGE, (2, 2), (2, 2), (0, 0), (1, 1), False, integers(6, 4, 2, 2)),
+    ),
+    ("aten.avg_pool2d.default", (IMAGE, (2, 2), (2, 2))),
+    ("aten.avg_pool2d_backward.default", (meta(6, 4, 2, 2), IMAGE, (2, 2), (2, 2), (0, 0), False, True, None)),
+    ("hap.attention.default", (ATTENTION, ATTENTION, ATTENTION, None, True, 0.5)),
+    ("hap.attention.default", (ATTENTION, ATTENTION, ATTENTION, meta(3, 1, 6, 6), False, 0.5)),
+    ("hap.attention.default", (ATTENTION, ATTENTION, ATTENTION, meta(6, 6), False, 0.5)),
+    (
+        "hap.attention_backward.default",
+        (ATTENTION, ATTENTION, ATTENTION, ATTENTION, None, ATTENTION, meta(3, 4, 6), True, 0.5),
+    ),
+    (
+        "hap.attention_backward.default",
+        (ATTENTION, ATTENTION, ATTENTION, ATTENTION, meta(3, 1, 6, 6), ATTENTION, meta(3, 4, 6), False, 0.5),
+    ),
+]
+ROUNDING = [("aten.div.Tensor_mode", (X, ROW)), ("aten.div.Scalar_mode", (X, 2.0))]
+
+
+def sample(op: str, args: tuple, **kwargs: object) -> Call:
+    """The call, its outputs found by running it."""
+    a_call = call(op, *args, out=(), **kwargs)
+    results = run_whole(a_call, sample_inputs(a_call, torch.Generator().manual_seed(0)))
+    outputs = tuple(TensorMeta(tuple(r.shape), r.dtype) if isinstance(r, torch.Tensor) else None for r in results)
+    return replace(a_call, node=replace(a_call.node, outputs=outputs))
+
+
+def assert_proved(a_call: Call) -> None:
+    strategies = [s for row in call_rows(a_call) for s in row_strategies(row, a_call)]
+    verdicts = prove_call(a_call, strategies)
+    assert [v for v in verdicts if not v.ok] == []
+
+
+@pytest.mark.parametrize(("op", "args"), CALLS)
+def test_every_row_holds(op, args):
+    assert_proved(sample(op, args))
+
+
+@pytest.mark.parametrize(("op", "args"), ROUNDING)
+def test_every_row_of_a_rounding_division_holds(op, args):
+    assert_proved(sample(op, args, rounding_mode="floor"))
+
+
+def test_every_rule_has_a_sample():
+    assert sorted({op for op, _ in CALLS + ROUNDING}) == sorted(BUILTIN)
+
+
+def test_every_rule_is_of_an_operator_that_exists():
+    for op in BUILTIN:
+        assert callable(resolve(op))
+
+
+def test_a_max_pool_may_not_follow_its_channels_since_an_empty_share_does_not_run():
+    with pytest.raises(RuntimeError):
+        torch.ops.aten.max_pool2d_with_indices.default(torch.zeros(6, 0, 4, 4), (2, 2), (2, 2))
+    pool = sample("aten.max_pool2d_with_indices.default", (IMAGE, (2, 2), (2, 2)))
+    cut = {s.inputs[0].dim for row in call_rows(pool) for s in row_strategies(row, pool)}
+    assert cut == {0}

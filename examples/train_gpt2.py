@@ -80,10 +80,11 @@ def build_model(arguments: argparse.Namespace, vocabulary: int) -> GPT2LMHeadMod
         resid_pdrop=0.0,
         bos_token_id=None,
         eos_token_id=None,
-        loss_type="ForCausalLM",
         use_cache=False,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+    return model
 
 
 def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
@@ -224,7 +225,7 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpus else "gloo")
-    say = print if dist.get_rank() == 0 else lambda *_: None
+    say = print if dist.get_rank() == 0 else lambda _: None
 
     cluster, throttle = ClusterSpec.load(arguments.cluster), None
     cluster.check_world_size(world_size)
@@ -241,7 +242,7 @@ def main() -> None:
     started = time.perf_counter()
     program = hap.compile(model, cluster, example_inputs=example, device=device)
     say(f"planned and compiled in {seconds(time.perf_counter() - started)}\n")
-    say(summarize(program.plan, cluster), end="\n\n")
+    say(f"{summarize(program.plan, cluster)}\n")
     record = train(program, data, arguments, throttle)
     if dist.get_rank() == 0:
         report(program, record, one_device(data, arguments, device))

@@ -104,6 +104,7 @@ def build_hugging_face(source: str, batch: int, sequence: int | None = None) -> 
             model = transformers.AutoModelForCausalLM.from_config(config)
     except ValueError as e:
         raise HapError(f"{source} is not a causal language model ({str(e).splitlines()[0]})") from None
+    model.loss_type = "ForCausalLM"  # some class names hide it from transformers, which then warns and assumes it
     ids = torch.zeros(batch, sequence or min(512, limit), dtype=torch.int64)
     return BuiltModel(model, {"input_ids": ids, "labels": ids})
 

@@ -30,8 +30,9 @@ def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> t
     else:
         mine = torch.stack(norms).double().pow(norm_type).sum() if norms else zero
     if comm.group is not None:
+        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         with comm.wire():
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=comm.group)
+            dist.all_reduce(mine, op=op, group=comm.group)
     return mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type)
 
 

@@ -32,7 +32,7 @@ from hap.codegen.program import DECOMPOSITIONS
 from hap.errors import ProgramError
 from hap.placement import Sizes, join_shards
 from hap.plan import Collective
-from hap.runtime.exchange import as_bytes, exchange, gather_by_broadcast, gather_padded
+from hap.runtime.exchange import as_bytes, exchange, gather_by_broadcast, gather_padded, reduce_scatter_single
 
 T = TypeVar("T")
 CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
@@ -198,7 +198,7 @@ class Communicator:
             row[: piece.numel()] = piece.reshape(-1)
         total = torch.empty(longest, dtype=mine.dtype, device=mine.device)
         with self.wire():
-            dist.reduce_scatter_tensor(total, rows.reshape(-1), group=self.group)
+            reduce_scatter_single(total, rows.reshape(-1), group=self.group)
         return total[: mine.numel()].reshape(mine.shape).clone()
 
     def _regroup(self, piece: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Every function moves *bytes*: a piece of any dtype (bool included) is viewed as ``uint8`` on the wire, so that what a
 backend supports never depends on the dtype. Only calls that both Gloo and NCCL accept with unequal and zero lengths are
-used: ``all_to_all_single`` with split sizes, ``all_gather_into_tensor`` on padded buffers and ``broadcast`` per owner.
+used: ``all_to_all_single`` with split sizes, ``all_gather_single`` on padded buffers and ``broadcast`` per owner.
 (The list form of ``all_gather`` refuses unequal lengths on Gloo, and its functional form kills the process.)
 """
 
@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 Shape = tuple[int, ...]
+# torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def exchange(pieces: Sequence[torch.Tensor], shapes: Sequence[Shape], group: dist.ProcessGroup) -> list[torch.Tensor]:
@@ -37,13 +40,13 @@ def exchange(pieces: Sequence[torch.Tensor], shapes: Sequence[Shape], group: dis
 
 
 def gather_padded(piece: torch.Tensor, shapes: Sequence[Shape], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Every rank's piece, by one ``all_gather_into_tensor`` of buffers padded to the longest."""
+    """Every rank's piece, by one ``all_gather_single`` of buffers padded to the longest."""
     lengths = [math.prod(shape) * piece.itemsize for shape in shapes]
     longest = max(lengths)
     padded = torch.zeros(longest, dtype=torch.uint8, device=piece.device)
     padded[: piece.numel() * piece.itemsize] = as_bytes(piece)
     received = torch.empty(longest * len(shapes), dtype=torch.uint8, device=piece.device)
-    dist.all_gather_into_tensor(received, padded, group=group)
+    all_gather_single(received, padded, group=group)
     rows = received.split(longest) if longest else [received] * len(shapes)
     return [
         _from_bytes(row[:length], piece.dtype, shape) for row, length, shape in zip(rows, lengths, shapes, strict=True)

@@ -1,4 +1,5 @@
-"""``Choices`` + ``ClusterSpec`` -> ``Plan``: strategies by a MILP, shares by an LP, whole sizes by one rounding, a bound.
+"""``Choices`` + ``ClusterSpec`` -> ``Plan``: strategies by a MILP, shares by an LP, whole sizes by one rounding, a
+bound.
 
 ``plan_graph`` is the door; ``Pins`` takes decisions out of its hands.
 """

@@ -81,9 +81,7 @@ def tightest(evaluation: Evaluation, *, full: float = 0.97) -> str:
     """What limits the step, in words: links or the busiest device; and every device whose memory is ``full``."""
     filled = [
         f"memory of {name} ({format_size(used)} of {format_size(usable)})"
-        for name, used, usable in zip(
-            evaluation.devices, evaluation.memory_bytes, evaluation.usable_bytes, strict=True
-        )
+        for name, used, usable in zip(evaluation.devices, evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
         if used > full * usable
     ]
     return "; ".join([evaluation.tight, *filled])

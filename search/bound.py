@@ -4,19 +4,21 @@ For weights w >= 0 of the ranks that sum to 1, a step takes at least the weighte
 
     T >= max_r sum_n t[n,r] >= sum_n sum_r w[r] t[n,r]
 
-whatever the strategies, since ``evaluate`` adds up, stage by stage, the slowest rank, and communication is not negative.
-Under strategy s a rank with share rho of the sharded group needs at least ``fixed[n,s,r] + rho slope[n,s,r]`` seconds (a
-side of the roofline; a rank that is idle without a share needs at least rho times its seconds for everything, because
-a launch and reading the replicated operands cost the same for any share). As the shares of a group sum to 1,
+whatever the strategies, since ``evaluate`` adds up, stage by stage, the slowest rank, and communication is not
+negative. Under strategy s a rank with share rho of the sharded group needs at least ``fixed[n,s,r] + rho slope[n,s,r]``
+seconds (a side of the roofline; a rank that is idle without a share needs at least rho times its seconds for
+everything, because a launch and reading the replicated operands cost the same for any share). As the shares of a group
+sum to 1,
 
     sum_r w[r] t[n,r] >= min_s ( sum_r w[r] fixed[n,s,r] + min_r w[r] slope[n,s,r] )                        (node_bound)
 
 Every node may have its own shares, so one ratio vector per group, per segment or per node all obey it. The weights that
-make the bound largest are found by an LP (``best_weights``, GLOP); any weights are valid, so nothing rests on the solver:
-``node_bound`` is evaluated anew in plain arithmetic. With one op class and equal intercepts the best weights are
-proportional to speed, and the bound is ``(A + n B) / sum(speed)`` of feasibility.md section 5.
+make the bound largest are found by an LP (``best_weights``, GLOP); any weights are valid, so nothing rests on the
+solver: ``node_bound`` is evaluated anew in plain arithmetic. With one op class and equal intercepts the best weights
+are proportional to speed, and the bound is ``(A + n B) / sum(speed)`` of feasibility.md section 5.
 
-Assumptions: the cost model's numbers; communication and memory are not in the bound, so where they bind the gap is wide.
+Assumptions: the cost model's numbers; communication and memory are not in the bound, so where they bind the gap is
+wide.
 """
 
 from __future__ import annotations

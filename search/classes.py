@@ -1,6 +1,6 @@
 """Which nodes are the same: structural de-duplication by colour refinement, so that identical layers are solved once.
 
-A node's first colour is its operator, literals, output shapes, phase, role as a result, and its candidate strategies with
+A node's first colour is its operator, literals, output shapes, phase, role as a result, and its strategies with
 their groups renamed in order of appearance; nodes of one colour therefore have strategies that correspond *by index*.
 Each of ``RADIUS`` rounds then refines a colour by the colours of what the node reads and of what reads it
 (Weisfeiler-Lehman; feasibility-details.md section 4). Nodes of one final colour form a ``NodeClass`` and get one common
@@ -47,8 +47,9 @@ class Slot:
 class ValueClass:
     """Values produced alike and read alike.
 
-    ``members[m]`` is a value; ``produced[m][i]`` its placement under option i of class ``producer``; ``needed[m][k][j]``
-    the placement that slot k wants under option j of its reader. Which of these placements are equal does not depend on m.
+    ``members[m]`` is a value; ``produced[m][i]`` its placement under option i of class ``producer``;
+    ``needed[m][k][j]`` the placement that slot k wants under option j of its reader. Which of these placements are
+    equal does not depend on m.
     """
 
     producer: int
@@ -74,7 +75,7 @@ class Classes:
 
 
 def find_classes(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) -> Classes:
-    """The node and value classes of a graph under its candidate strategies. Deterministic: first appearance orders all."""
+    """The node and value classes of a graph under its candidates. Deterministic: first appearance orders all."""
     of = _refine(graph, candidates, radius)
     members: dict[int, list[str]] = {}
     for node in graph.nodes:
@@ -115,7 +116,9 @@ def _refine(graph: Graph, candidates: Candidates, radius: int) -> dict[str, int]
 
 
 def _first_colour(graph: Graph, node: Node, strategies: Sequence[Strategy]) -> object:
-    literals = repr((map_values(node.args, lambda v: "value"), [(k, map_values(a, lambda v: "value")) for k, a in node.kwargs]))
+    literals = repr(
+        (map_values(node.args, lambda v: "value"), [(k, map_values(a, lambda v: "value")) for k, a in node.kwargs])
+    )
     is_loss = graph.loss.node == node.name
     return node.op, literals, repr(node.outputs), node.phase, is_loss, rename_groups(_placements(strategies))
 

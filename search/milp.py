@@ -1,9 +1,9 @@
 """The choice of strategies at fixed shard sizes, as a mixed-integer program in flow form.
 
-Symbols. ``a`` a node class with options ``i`` (strategies); ``v`` a value class, produced by class ``a(v)`` in one of the
-placements ``p`` and read by slots ``k``, each wanting one of the placements ``q``; ``r`` a rank, standing for all equal
-ones. Coefficients are sums over the members of a class, so twelve equal layers cost what one does. Units: milliseconds
-and gigabytes (HiGHS drops coefficients under 1e-9; feasibility-details.md, trap 19).
+Symbols. ``a`` a node class with options ``i`` (strategies); ``v`` a value class, produced by class ``a(v)`` in one of
+the placements ``p`` and read by slots ``k``, each wanting one of the placements ``q``; ``r`` a rank, standing for all
+equal ones. Coefficients are sums over the members of a class, so twelve equal layers cost what one does. Units:
+milliseconds and gigabytes (HiGHS drops coefficients under 1e-9; feasibility-details.md, trap 19).
 
     x[a,i] in {0,1}     option i is taken by class a                                       (_decisions)
     f[v,k,p,q] in [0,1] slot k reads in q what was produced in p                           (_transport)
@@ -21,10 +21,11 @@ and gigabytes (HiGHS drops coefficients under 1e-9; feasibility-details.md, trap
 
     minimise  T + sum_v,p,q seconds[v,p,q] c[v,p,q]                                        (_priced)
 
-With x integral all f and c are fixed by the rows, so only x is declared integer. No conversion makes a ``Partial``: such
-pairs do not exist. The rows up to "together" do not depend on sizes: a ``Skeleton`` is built once and priced often. With ``regather`` a parameter is converted once in the forward and once in the backward phase, and
-has one c for each. This is the transportation form of feasibility.md section 5, whose LP relaxation is nearly integral;
-"a product variable per pair of strategies" and "materialise" are far weaker.
+With x integral all f and c are fixed by the rows, so only x is declared integer. No conversion makes a ``Partial``:
+such pairs do not exist. The rows up to "together" do not depend on sizes: a ``Skeleton`` is built once and priced
+often. With ``regather`` a parameter is converted once in the forward and once in the backward phase, and has one c for
+each. This is the transportation form of feasibility.md section 5, whose LP relaxation is nearly integral; "a product
+variable per pair of strategies" and "materialise" are far weaker.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class NodePayer:
 
 @dataclass(frozen=True)
 class ConversionPayer:
-    """The variables whose sum is c[v,p,q]: what member m pays is converting ``values[m]`` from sources[m] to targets[m]."""
+    """The variables whose sum is c[v,p,q]. Member m pays for converting ``values[m]`` from sources[m] to targets[m]."""
 
     variables: tuple[int, ...]
     values: tuple[Value, ...]
@@ -198,12 +199,23 @@ def make_skeleton(classes: Classes, *, regathered: frozenset[str] = frozenset())
     return Skeleton(classes, tuple(v.members[0].node in regathered for v in classes.values))
 
 
-def choose(skeleton: Skeleton, prices: Prices, *, nodes: int = 2000) -> Choice | None:
+def choose(
+    skeleton: Skeleton,
+    prices: Prices,
+    *,
+    forced: Mapping[int, Sequence[int]] | None = None,
+    nodes: int = 2000,
+) -> Choice | None:
     """The cheapest strategies at the sizes of ``prices``; None if none fits the memory.
 
-    HiGHS, one thread, fixed seed, at most ``nodes`` branch-and-bound nodes.
+    ``forced``: node class -> the only options it may take. HiGHS, one thread, fixed seed, at most ``nodes``
+    branch-and-bound nodes.
     """
-    model = mathopt.Model.from_model_proto(_priced(skeleton, prices))
+    proto = _priced(skeleton, prices)
+    for a, options in (forced or {}).items():
+        for i, variable in enumerate(skeleton.x[a]):
+            proto.variables.upper_bounds[variable] = 1.0 if i in options else 0.0
+    model = mathopt.Model.from_model_proto(proto)
     highs = highs_pb2.HighsOptionsProto()
     highs.string_options["parallel"] = "off"
     parameters = mathopt.SolveParameters(random_seed=SEED, relative_gap_tolerance=GAP, node_limit=nodes, highs=highs)

@@ -1,10 +1,10 @@
 """Decisions taken out of the search's hands: data parallel, ZeRO or tensor parallel on demand.
 
-    Pins(placements={"*": "R", "args.0": "S(0)"})         # data parallel: whole parameters, batch split
-    Pins(placements={"*": "S(0)"})                        # ZeRO: every parameter sharded on its first dim
-    Pins(placements={"*.mlp.c_fc.weight": "S(1)"})        # tensor parallel
-    Pins(ratios=(5, 2, 1))                                # every group split 5 : 2 : 1
-    Pins(sizes={"batch": (5, 2, 1)})                      # one group, exactly
+Pins(placements={"*": "R", "args.0": "S(0)"})         # data parallel: whole parameters, batch split
+Pins(placements={"*": "S(0)"})                        # ZeRO: every parameter sharded on its first dim
+Pins(placements={"*.mlp.c_fc.weight": "S(1)"})        # tensor parallel
+Pins(ratios=(5, 2, 1))                                # every group split 5 : 2 : 1
+Pins(sizes={"batch": (5, 2, 1)})                      # one group, exactly
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ INPUT_ROOTS = ("args", "kwargs", "targets")
 class Pins:
     """What is fixed. All of it is optional.
 
-    ``sizes``: group name, or label (shell patterns allowed), to one whole number per rank.
-    ``placements``: qualified name of a parameter, or path of an input (``args.0``), to ``R``, ``S(dim)`` or a placement's
-    full text. Shell patterns are allowed; a pattern speaks of inputs only if it begins like an input's path, and applies
-    to what can take the placement. An exact name beats a pattern, a later pattern an earlier one.
-    ``ratios``: one positive-or-zero number per rank, for all groups that ``sizes`` does not name.
+    ``sizes``: group name, or label (shell patterns allowed), to one whole number per rank. ``placements``: qualified
+    name of a parameter, or path of an input (``args.0``), to ``R``, ``S(dim)`` or a placement's full text. Shell
+    patterns are allowed; a pattern speaks of inputs only if it begins like an input's path, and applies to what can
+    take the placement. An exact name beats a pattern, a later pattern an earlier one. ``ratios``: one positive-or-zero
+    number per rank, for all groups that ``sizes`` does not name.
     """
 
     sizes: Mapping[str, Sizes] = field(default_factory=dict)
@@ -55,7 +55,9 @@ def pinned_candidates(choices: Choices, pins: Pins) -> dict[str, tuple[Strategy,
         able = [n for n in matched if _allowed(choices.strategies[n.name], pins.placements[key])]
         if not able:
             offered = ", ".join(str(s.outputs[0]) for s in choices.strategies[matched[0].name])
-            raise InfeasibleError(f"pin {key!r}: {matched[0].target} cannot be {pins.placements[key]}; it can be {offered}")
+            raise InfeasibleError(
+                f"pin {key!r}: {matched[0].target} cannot be {pins.placements[key]}; it can be {offered}"
+            )
         decided.update((n.name, pins.placements[key]) for n in able)
     for name, placement in decided.items():
         candidates[name] = _allowed(choices.strategies[name], placement)
@@ -83,9 +85,7 @@ def _allowed(strategies: Sequence[Strategy], text: str) -> tuple[Strategy, ...]:
 
 def pinned_sizes(groups: Mapping[str, Group], pins: Pins, world_size: int) -> dict[str, Sizes]:
     """Group name -> its pinned sizes. PlanError if a pin matches no group, or has the wrong length or sum."""
-    if pins.ratios is not None and (
-        len(pins.ratios) != world_size or min(pins.ratios) < 0 or sum(pins.ratios) <= 0
-    ):
+    if pins.ratios is not None and (len(pins.ratios) != world_size or min(pins.ratios) < 0 or sum(pins.ratios) <= 0):
         raise PlanError(f"pinned ratios {pins.ratios} must be {world_size} numbers >= 0 with a positive sum")
     found: dict[str, Sizes] = {}
     for key, sizes in pins.sizes.items():
@@ -95,7 +95,8 @@ def pinned_sizes(groups: Mapping[str, Group], pins: Pins, world_size: int) -> di
         for group in matched:
             if len(sizes) != world_size or min(sizes) < 0 or sum(sizes) != group.n:
                 raise PlanError(
-                    f"pinned sizes {tuple(sizes)} of {key!r} must be {world_size} whole numbers >= 0 that sum to {group.n}"
+                    f"pinned sizes {tuple(sizes)} of {key!r} must be {world_size} whole numbers >= 0 "
+                    f"that sum to {group.n}"
                 )
             found[group.name] = tuple(sizes)
     return found

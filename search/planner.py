@@ -3,14 +3,15 @@
 One round solves the MILP for the strategies at fixed sizes (``milp``), then the LP for the shares at fixed strategies
 (``ratios``), rounds them (``rounding``), and goes on while the step gets shorter. The rounds start from shares in
 proportion to speed, from equal ones, from shares in proportion to memory, and from speed without each slower kind of
-device. Every candidate is judged by ``evaluate``, the one truth; the best that fits in memory wins, and is then improved
-by moving single atoms. Everything is limited by counts of work, never by the clock, so a plan is the same every time.
+device. Every candidate is judged by ``evaluate``, the one truth; the best that fits in memory wins, and is then
+improved by moving single atoms. Everything is limited by counts of work, never by the clock, so a plan is the same
+every time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from hap.cost_models.evaluate import Evaluation, evaluate
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
 from hap.errors import InfeasibleError
 from hap.fabric import Array
-from hap.placement import GroupSizes, Shard, Sizes
+from hap.placement import REPLICATE, GroupSizes, Shard, Sizes
 from hap.plan import Plan, Strategy
 from hap.rules.choices import Choices
 from hap.search.assemble import assemble_plan, used_groups
@@ -49,6 +50,7 @@ class Limits:
 
 LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0), "normal": Limits(5, 3, 1000, 60)}
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
+INPUT_TOLERANCE = 0.02  # of the step: what dealing out the inputs may cost
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
 
 
@@ -73,6 +75,10 @@ def overflow_bytes(evaluation: Evaluation) -> int:
     """Bytes beyond the usable memory, over all ranks."""
     pairs = zip(evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
     return sum(max(0, used - usable) for used, usable in pairs)
+
+
+def _best(found: Sequence[Found]) -> Found | None:
+    return min(found, key=lambda f: f.cost, default=None)
 
 
 def plan_graph(
@@ -145,12 +151,14 @@ class Search:
         """The best plan that fits. InfeasibleError if there is none."""
         starts = self._starts()
         found = [f for shares in starts for f in self._alternate(shares, regather=False)]
-        best = min(found, key=lambda f: f.cost, default=None)
-        if best is None or best.cost[0] > 0 or self._is_nearly_full(best):
+        best = _best(found)
+        if best is None or best.cost[0] > 0:
             found += [f for shares in starts for f in self._alternate(shares, regather=True)]
-            best = min(found, key=lambda f: f.cost, default=None)
+        elif self._is_nearly_full(best):
+            found += self._rounds(best.sizes, best.left_out, regather=True)
+        best = _best(found)
         if best is not None:
-            best = self._polish(best)
+            best = self._polish(self._deal_out_inputs(best))
         if best is None or best.cost[0] > 0:
             raise InfeasibleError(self._why_infeasible(best))
         return best
@@ -177,31 +185,63 @@ class Search:
         return np.maximum(total, 1e-12)
 
     def _alternate(self, shares: Shares, *, regather: bool) -> list[Found]:
-        """Rounds of MILP and LP from one share vector; everything that was judged on the way."""
+        """Rounds from one share vector for all groups."""
         self.starts += 1
         left_out = tuple(r for r, s in enumerate(shares) if s == 0)
-        sizes = self._round({}, shares)
+        return self._rounds(self._round({}, shares), left_out, regather=regather)
+
+    def _rounds(self, sizes: GroupSizes, left_out: tuple[int, ...], *, regather: bool) -> list[Found]:
+        """MILP and LP in turn, until neither helps; everything that was judged on the way."""
         found: list[Found] = []
         for _ in range(self.limits.rounds):
             self.rounds += 1
+            before = _best(found)
             chosen = self._strategies(sizes, regather, left_out)
             if chosen is None:
                 break
             reshared = self._reshare(chosen)
-            before = min(found, key=lambda f: f.cost, default=None)
             found += [chosen, reshared]
-            after = min(found, key=lambda f: f.cost)
-            if reshared.sizes == sizes or (before is not None and after.cost == before.cost):
+            if reshared.sizes == sizes or (before is not None and min(chosen.cost, reshared.cost) >= before.cost):
                 break
             sizes = reshared.sizes
         return found
 
-    def _strategies(self, sizes: GroupSizes, regather: bool, left_out: tuple[int, ...]) -> Found | None:
+    def _deal_out_inputs(self, best: Found) -> Found:
+        """The same with the inputs split like the batch inside, if that costs next to nothing.
+
+        Whole inputs on every rank are sometimes a little faster, as a count over the labels then needs no collective;
+        but loading and decoding data, which the cost model leaves out, is then done by every rank.
+        """
+        forced = self._whole_inputs(best)
+        if not forced:
+            return best
+        chosen = self._strategies(best.sizes, best.regather, best.left_out, forced)
+        if chosen is None or chosen.cost > (0, best.cost[1] * (1 + INPUT_TOLERANCE)):
+            return best
+        return chosen
+
+    def _whole_inputs(self, best: Found) -> dict[int, tuple[int, ...]]:
+        """Class of an input that is whole, though it could be sharded in a group in use -> the options that do so."""
+        used, found = used_groups(best.strategies.values()), {}
+        for node in self.graph.sources("input"):
+            placements = [s.outputs[0] for s in self.facts.candidates[node.name]]
+            options = tuple(i for i, p in enumerate(placements) if isinstance(p, Shard) and p.group in used)
+            if options and best.strategies[node.name].outputs[0] == REPLICATE:
+                found[self.classes.of[node.name]] = options
+        return found
+
+    def _strategies(
+        self,
+        sizes: GroupSizes,
+        regather: bool,
+        left_out: tuple[int, ...],
+        forced: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> Found | None:
         """The MILP's choice at these sizes, with less memory while the ledger disagrees; None if nothing fits."""
         usable = np.array([usable_bytes(d.memory_bytes) for d in self.cluster.devices], dtype=np.float64)
         capacity, best = usable, None
         for _ in range(TIGHTENINGS + 1):
-            choice = self._choose(sizes, regather, capacity)
+            choice = self._choose(sizes, regather, capacity, forced or {})
             if choice is None:
                 return best
             strategies = self.classes.expand(choice.picks, self.facts.candidates)
@@ -213,12 +253,14 @@ class Search:
             capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
         return best
 
-    def _choose(self, sizes: GroupSizes, regather: bool, capacity: Array) -> Choice | None:
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()))
+    def _choose(
+        self, sizes: GroupSizes, regather: bool, capacity: Array, forced: Mapping[int, tuple[int, ...]]
+    ) -> Choice | None:
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()))
         if key not in self.solved:
             self.milps += 1
             prices = Prices(self.facts, sizes, capacity)
-            self.solved[key] = choose(self._skeleton(regather), prices, nodes=self.limits.nodes)
+            self.solved[key] = choose(self._skeleton(regather), prices, forced=forced, nodes=self.limits.nodes)
         return self.solved[key]
 
     def _skeleton(self, regather: bool) -> Skeleton:
@@ -237,6 +279,7 @@ class Search:
             bundles=[b for b in self.bundles if set(b) & set(used_groups(found.strategies.values()))],
             fixed=self.fixed,
             left_out=found.left_out,
+            regather=found.regather,
         )
         if not shares:
             return found
@@ -289,12 +332,16 @@ class Search:
             return f"parameters and {self.optimizer} state need {format_size(state)}; {total}"
         if closest is None:
             pinned = " with these pins" if self.pins != Pins() else ""
-            return f"no choice of placements fits{pinned}: parameters and {self.optimizer} state take {format_size(state)}, activations and gradients come on top; {total}"
+            return (
+                f"no choice of placements fits{pinned}: parameters and {self.optimizer} state take "
+                f"{format_size(state)}, activations and gradients come on top; {total}"
+            )
         over = [u - m for m, u in zip(closest.evaluation.memory_bytes, usable, strict=True)]
         worst = over.index(min(over))
+        needed = format_size(closest.evaluation.memory_bytes[worst])
         return (
-            f"{self.cluster.devices[worst].name} would need {format_size(closest.evaluation.memory_bytes[worst])} and has "
-            f"{format_size(usable[worst])} in the closest plan found; {total}; a smaller batch needs less"
+            f"{self.cluster.devices[worst].name} would need {needed} and has {format_size(usable[worst])} "
+            f"in the closest plan found; {total}; a smaller batch needs less"
         )
 
     def statistics(self, best: Found) -> dict[str, Any]:

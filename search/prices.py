@@ -3,11 +3,12 @@
 ``Facts`` depends on the graph, the candidates and the cluster alone. ``Prices`` adds sizes, and is what the MILP reads.
 
 **Memory as linear terms.** The cost model follows every allocation; a linear program cannot, since lifetimes depend on
-the choice. It sees a few *moments* of the step instead: the last forward node (everything saved is alive), points spread over
-the backward phase, and the end (every gradient is alive). At a moment a value counts, in the placement it was produced
-in, if it was produced before and is read later, by itself or through views; a converted copy counts between the first and the
-last reader of the value; a final gradient counts in its parameter's placement. This is an estimate of the ledger of
-``hap.cost_models.memory``, which stays the judge: the planner tightens ``capacity_bytes`` by what the ledger finds above it.
+the choice. It sees a few *moments* of the step instead: the last forward node (everything saved is alive), points
+spread over the backward phase, and the end (every gradient is alive). At a moment a value counts, in the placement it
+was produced in, if it was produced before and is read later, by itself or through views; a converted copy counts
+between the first and the last reader of the value; a final gradient counts in its parameter's placement. This is an
+estimate of the ledger of ``hap.cost_models.memory``, which stays the judge: the planner tightens ``capacity_bytes`` by
+what the ledger finds above it.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Prices:
     facts: Facts
     sizes: GroupSizes
     capacity_bytes: Array
-    _conversions: dict[object, tuple[float, Array, Array]] = field(default_factory=dict, repr=False)
+    _conversions: dict[tuple[int, object, object], tuple[float, Array, Array]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -211,7 +212,7 @@ class Prices:
         its parameter's to keep."""
         n, facts = self.facts.cluster.world_size, self.facts
         together, compute, held = 0.0, np.zeros(n), np.zeros((MOMENTS, n))
-        alike: dict[object, list[int]] = {}
+        alike: dict[tuple[int, object, object], list[int]] = {}
         for m, value in enumerate(values):
             key = (facts.graph.meta(value).nbytes, self._with_sizes(sources[m]), self._with_sizes(targets[m]))
             alike.setdefault(key, []).append(m)
@@ -235,7 +236,7 @@ class Prices:
         form = collective_coefficients(kind, name, nbytes, source, target, cluster)
         return 0.0, form.stages[0].rows(shares(source, self.sizes, n), shares(target, self.sizes, n)), kept
 
-    def _with_sizes(self, placement: Placement) -> object:
+    def _with_sizes(self, placement: Placement | None) -> object:
         if isinstance(placement, Shard):
             return placement.dim, placement.outer, placement.n, self.sizes[placement.group]
         return placement

@@ -5,14 +5,15 @@ conversion m, node i with group b(i), ``fixed`` and ``slope`` its line on the de
 tangent of the roofline at the present share).
 
     share[b,r] >= 0,  sum_r share[b,r] = 1                                                          (_shares)
-    stage[k] >= sum_{i in k} fixed[i,r] + slope[i,r] share[b(i),r]          for every r             (_Lines.write)
+    stage[k] >= sum_{i in k} fixed[i,r] + slope[i,r] share[b(i),r]          for every r             (_maximum)
     wire[m] >= constant[m,j] + by_source[m,j] share + by_target[m,j] share  for every port j        (_collective)
-    update  >= the same sum over parameters                                 for every r             (_Lines.write)
-    held[r,t] affine in share <= capacity[r]                                for every r, moment t   (_Lines.write)
+    update  >= the same sum over parameters                                 for every r             (_maximum)
+    held[r,t] affine in share <= capacity[r]                                for every r, moment t   (_memory)
 
     minimise  sum_k stage[k] + sum_m wire[m] + update
 
-It mirrors ``hap.cost_models.evaluate`` stage by stage. Memory is the estimate of ``hap.search.prices`` shifted by what the
+It mirrors ``hap.cost_models.evaluate`` stage by stage. Memory is the estimate of ``hap.search.prices`` shifted by what
+the
 ledger says at the present sizes. A rank that is to be left out has all its shares fixed at zero, and then no launches
 for what it skips. With several groups, shares of different groups need not be equal: a rank with a slow link may have
 little of one and more of another.
@@ -48,12 +49,14 @@ def best_shares(
     bundles: Sequence[Sequence[str]],
     fixed: Mapping[str, object],
     left_out: Sequence[int] = (),
+    regather: bool = False,
 ) -> dict[str, Shares] | None:
     """Group -> shares, for every group of ``bundles`` that is used and not ``fixed``. None if no shares fit the memory.
 
-    ``evaluation`` is that of ``strategies`` at ``sizes``; its conversions say which decomposition each collective takes.
+    ``evaluation`` is that of ``strategies`` at ``sizes``; its conversions say which decomposition each collective
+    takes.
     """
-    program = _Program(facts, strategies, sizes, evaluation, bundles, fixed, left_out)
+    program = _Program(facts, strategies, sizes, evaluation, bundles, fixed, left_out, regather)
     return program.solve()
 
 
@@ -79,6 +82,7 @@ class _Program:
     bundles: Sequence[Sequence[str]]
     fixed: Mapping[str, object]
     left_out: Sequence[int]
+    regather: bool
 
     def __post_init__(self) -> None:
         self.n = self.facts.cluster.world_size
@@ -209,7 +213,8 @@ class _Program:
                 self._hold(held, placement, nbytes, moments)
         for cost in self.evaluation.conversions:
             if cost.need.value not in self.facts.homes:
-                alive = self.facts.copy_alive(cost.need.value, "")
+                again = self.regather and self.facts.graph.by_name[cost.need.value.node].op == "parameter"
+                alive = self.facts.copy_alive(cost.need.value, cost.need.phase if again else "")
                 self._hold(held, cost.need.target, cost.nbytes, alive)
         now = np.array([h.constant + sum(s * self.here[g] for g, s in h.slopes.items()) for h in held])
         error = np.array(self.evaluation.memory_bytes) - now.max(axis=0)
@@ -217,12 +222,12 @@ class _Program:
             for r in range(self.n):
                 room = self.evaluation.usable_bytes[r] - float(lines.constant[r]) - float(error[r])
                 terms = _Terms(0.0)
-                for group, slope in lines.slopes.items():
-                    terms.add(self._share(group, r), float(slope[r]))
+                for group, per_share in lines.slopes.items():
+                    terms.add(self._share(group, r), float(per_share[r]))
                 row = self.model.add_linear_constraint(ub=(room - terms.constant) * GB, name=f"memory[{r},{t}]")
-                for variable, nbytes in terms.coefficients.items():
-                    if abs(nbytes * GB) >= SMALLEST:
-                        row.set_coefficient(variable, nbytes * GB)
+                for variable, held_per_share in terms.coefficients.items():
+                    if abs(held_per_share * GB) >= SMALLEST:
+                        row.set_coefficient(variable, held_per_share * GB)
 
     def _hold(self, held: Sequence[_Lines], placement: Placement, nbytes: int, moments: Array) -> None:
         zeros = np.zeros(self.n)

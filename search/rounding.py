@@ -1,8 +1,8 @@
 """Shares to whole numbers: the one place where a group's ratio becomes its sizes.
 
 Largest remainder: every rank first gets the whole atoms of its ideal share, then the atoms left go to the largest
-remainders. A rank whose ideal is under half an atom gets nothing (a shard smaller than one unit must be zero, not rounded
-up). Ties go to the lower rank, so the result depends on nothing but its arguments.
+remainders. A rank whose ideal is under half an atom gets nothing (a shard smaller than one unit must be zero, not
+rounded up). Ties go to the lower rank, so the result depends on nothing but its arguments.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def improve(
 ) -> dict[str, Sizes]:
     """Move atoms between two ranks while the cost falls, at most ``evaluations`` calls of ``cost``.
 
-    A cost is (bytes that do not fit, seconds), compared in that order. A bundle is a list of groups of equal length that
-    move together (the same group of twelve equal layers). Moves are of a sixteenth of the group first, then of one atom.
+    A cost is (bytes that do not fit, seconds), compared in that order. A bundle is a list of groups of equal length
+    that move together (the same group of twelve equal layers). Moves are of a sixteenth of the group first, then of one
+    atom.
     """
     best: Mapping[str, Sizes] = dict(sizes)
     best_cost, used, moved = cost(best), 1, True
@@ -57,7 +58,7 @@ def improve(
             for trial in _moves(best[bundle[0]]):
                 if used >= evaluations:
                     return dict(best)
-                candidate = {**best, **{name: trial for name in bundle}}
+                candidate = {**best, **dict.fromkeys(bundle, trial)}
                 found, used = cost(candidate), used + 1
                 if found[0] < best_cost[0] or (found[0] == best_cost[0] and found[1] < best_cost[1] * (1 - NOISE)):
                     best, best_cost, moved = candidate, found, True

@@ -24,7 +24,8 @@ META = TensorMeta((4, 4), torch.float32)
 
 @dataclass(frozen=True)
 class MadeUpPrices:
-    """Costs drawn once per (node, option) and (value, source, target); the interface of ``hap.search.prices.Prices``."""
+    """Costs drawn once per (node, option) and (value, source, target); the interface of
+    ``hap.search.prices.Prices``."""
 
     seconds: Mapping[tuple[str, int], np.ndarray]
     nbytes: Mapping[tuple[str, int], np.ndarray]
@@ -84,7 +85,12 @@ def random_prices(rng: random.Random, graph: Graph, strategies: Mapping[str, tup
     )
 
 
-def cost(graph: Graph, prices: MadeUpPrices, strategies: Mapping[str, tuple[Strategy, ...]], picks: Mapping[str, int]) -> float:
+def cost(
+    graph: Graph,
+    prices: MadeUpPrices,
+    strategies: Mapping[str, tuple[Strategy, ...]],
+    picks: Mapping[str, int],
+) -> float:
     """Step seconds of one choice, straight from ``find_needs``; infinite if it does not fit or makes a partial."""
     chosen = {name: strategies[name][i] for name, i in picks.items()}
     if any((sum(prices.nbytes[key] for key in picks.items()) > prices.capacity_bytes).tolist()):

@@ -132,6 +132,20 @@ def select_backward(call: Call) -> Iterator[Row]:
     yield from partial_rows(call, ("P",))
 
 
+def slice_scatter(call: Call) -> Iterator[Row]:
+    """``slice_scatter(x, src, dim, start, end, step)``: x with ``src`` in the slice; the other dims."""
+    yield from _follow(call, call.dim_argument(2, len(call.output.shape)))
+
+
+def select_scatter(call: Call) -> Iterator[Row]:
+    """``select_scatter(x, src, dim, index)``: x with ``src``, which lacks the dim, at the index; the other dims."""
+    gone = call.dim_argument(2, len(call.output.shape))
+    for dim in range(len(call.output.shape)):
+        if dim != gone:
+            yield Row((Dim(dim), Dim(dim if dim < gone else dim - 1)), (Dim(dim),))
+    yield from partial_rows(call, ("PP",))
+
+
 def pad(call: Call) -> Iterator[Row]:
     """``constant_pad_nd(x, pad, value)``: dims that are not padded; linear where the value is zero."""
     padding = call.argument(1, "pad")
@@ -154,5 +168,7 @@ RULES: Mapping[str, Rule] = {
     "aten.select.int": select,
     "aten.unbind.int": unbind,
     "aten.select_backward.default": select_backward,
+    "aten.slice_scatter.default": slice_scatter,
+    "aten.select_scatter.default": select_scatter,
     "aten.constant_pad_nd.default": pad,
 }

@@ -89,6 +89,13 @@ def like(value: float | None) -> Rule:
     return rule
 
 
+def fill(call: Call) -> Iterator[Row]:
+    """``fill(x, value)`` with a scalar tensor, which may be partial; any dim follows."""
+    for dim in range(len(call.output.shape)):
+        yield Row((Dim(dim), "R"), (Dim(dim),))
+    yield from partial_rows(call, ("RP",))
+
+
 def full_like(call: Call) -> Iterator[Row]:
     yield from like(call.argument(1, "fill_value"))(call)
 
@@ -173,7 +180,8 @@ RULES: Mapping[str, Rule] = {
     **_named("_to_copy.default", pointwise(cast_partial)),
     **_named("zeros_like.default", like(0)),
     **_named("ones_like.default", like(1)),
-    **_named("full_like.default", full_like),
+    **_named("full_like.default fill.Scalar", full_like),
+    **_named("fill.Tensor", fill),
     **_named("zeros.default", filled(0)),
     **_named("ones.default", filled(1)),
     **_named("new_zeros.default", filled(0, 1)),

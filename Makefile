@@ -48,7 +48,7 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py $(ARGS)
+	$(BIN)/hap run --cluster examples/cluster-4.yaml examples/train_gpt2.py $(ARGS)
 
 wheel: $(STAMP)
 	rm -rf build

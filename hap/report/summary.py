@@ -6,7 +6,7 @@ placements of parameters and from what is done to them before use:
 ===============  =====================================  ==========================================
 at rest          before use                             in words
 ===============  =====================================  ==========================================
-replicated       nothing                                a copy on every rank (data parallel)
+replicated       nothing                                copied on every rank (as data parallel does)
 sharded          all-gathered                           sharded, gathered for use (as ZeRO, FSDP)
 sharded          nothing                                used in shards (tensor parallel)
 sharded          moved to another shard                 sharded, dealt out anew for use
@@ -16,17 +16,18 @@ replicated       sliced                                 copied, used in shards
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from hap.cluster import ClusterSpec
-from hap.placement import Shard, parse_placement
+from hap.placement import Shard
 from hap.plan import Plan
 from hap.report.words import counted, listed, percent, quantity, seconds, table
 
-COPIED = "a copy on every rank"
+COPIED = "copied on every rank"
 GATHERED = "sharded, gathered for use (as ZeRO and FSDP do)"
 SPLIT = "used in shards (tensor parallel)"
 MOVED = "sharded, dealt out anew for use"
@@ -46,17 +47,19 @@ class Use:
 
 def summarize(plan: Plan, cluster: ClusterSpec | None = None) -> str:
     """The plan as plain text, some 25 lines. ``cluster`` adds what only it knows: memory and speed."""
-    uses = parameter_uses(plan)
-    lines = [
-        *_headline(plan),
-        "",
-        *_ranks(plan, cluster),
-        "",
-        *(f"* {line}" for line in (*_parallelism(plan, uses), *_reasons(plan, cluster, uses))),
-        "",
-        *_costs(plan),
+    blocks = [
+        list(_headline(plan)),
+        _ranks(plan, cluster),
+        ["what is dealt out:", *_indented(_dealt(plan))],
+        ["parameters:", *_indented(_parameters(parameter_uses(plan)))],
+        list(_reasons(plan, cluster)),
+        list(_costs(plan)),
     ]
-    return "\n".join(lines)
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
 
 
 def parameter_uses(plan: Plan) -> tuple[Use, ...]:
@@ -80,16 +83,8 @@ def parameter_uses(plan: Plan) -> tuple[Use, ...]:
 
 
 def batch_group(plan: Plan) -> str | None:
-    """The group over which the inputs are dealt, or None if every rank sees all of them."""
-    for node in plan.strategies:
-        placement = plan.strategy(node).outputs[0] if node.startswith("i_") else None
-        if isinstance(placement, Shard):
-            return placement.group
-    for c in plan.conversions:
-        target = parse_placement(c.target)
-        if c.value.startswith("i_") and isinstance(target, Shard):
-            return target.group
-    return None
+    """The group that shards the batch, or None if no part of the step is dealt so."""
+    return next((name for name, group in plan.groups.items() if group.label == "batch"), None)
 
 
 def _headline(plan: Plan) -> Iterator[str]:
@@ -106,12 +101,12 @@ def _headline(plan: Plan) -> Iterator[str]:
 
 def _ranks(plan: Plan, cluster: ClusterSpec | None) -> list[str]:
     group, predicted = batch_group(plan), plan.predicted
-    rows = [["rank", "device", "batch", "computes", "parameters", "memory"]]
+    rows = [["rank", "device", "batch", "busy", "parameters", "memory"]]
     whole = max(1, max(_kind(plan, r, "parameters") for r in range(plan.world_size)))
     if any(u.group is not None for u in parameter_uses(plan)):
         whole = max(whole, _parameter_bytes(plan))
     for rank, device in enumerate(plan.devices):
-        batch = "all" if group is None else f"{plan.groups[group].sizes[rank]} of {plan.groups[group].n}"
+        batch = "-" if group is None else f"{plan.groups[group].sizes[rank]} of {plan.groups[group].n}"
         held = _kind(plan, rank, "parameters")
         memory = quantity(predicted.memory_bytes[rank], "B")
         if cluster is not None:
@@ -131,25 +126,52 @@ def _parameter_bytes(plan: Plan) -> int:
     return 4 * plan.provenance.parameters
 
 
-def _parallelism(plan: Plan, uses: tuple[Use, ...]) -> Iterator[str]:
-    group = batch_group(plan)
-    if group is None:
-        yield "every rank sees the whole batch"
-    else:
-        sizes = plan.groups[group].sizes
-        yield f"data parallel: {plan.groups[group].label} dealt {' + '.join(map(str, sizes))}"
-    counts = Counter(u.words for u in uses)
-    for words, count in counts.most_common():
-        which = "all" if count == len(uses) else str(count)
-        patterns = list(dict.fromkeys(u.pattern for u in uses if u.words == words))
-        where = "" if count == len(uses) else f": {listed(patterns, 3)}"
-        yield f"{which} parameter{'s' if count > 1 else ''} {words}{where}"
-    for name in dict.fromkeys(u.group for u in uses if u.words == SPLIT and u.group is not None):
-        assert name is not None
-        yield f"  {plan.groups[name].label} dealt {' + '.join(map(str, plan.groups[name].sizes))}"
+def _dealt(plan: Plan) -> list[str]:
+    """One line for each kind of dim: who gets how much of it, and how many operator calls work on such shards."""
+    calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    layers: dict[tuple[str, tuple[int, ...]], dict[str, None]] = {}
+    whole = 0
+    for node in plan.strategies:
+        strategy = plan.strategy(node)
+        if not strategy.inputs:
+            continue
+        placements = (*strategy.inputs, *strategy.outputs)
+        group = next((p.group for p in placements if isinstance(p, Shard)), None)
+        if group is None:
+            whole += 1
+            continue
+        key = _starred(plan.groups[group].label), plan.groups[group].sizes
+        calls[key] += 1
+        layers.setdefault(key, {})[group] = None
+    rows = []
+    for (label, sizes), count in calls.most_common():
+        alike = len(layers[label, sizes])
+        rows.append(
+            [label, " + ".join(map(str, sizes)), counted(count, "call") + (f" in {alike} groups" * (alike > 1))]
+        )
+    if whole:
+        rows.append(["not dealt: done by every rank", "", counted(whole, "call")])
+    return table(rows)
 
 
-def _reasons(plan: Plan, cluster: ClusterSpec | None, uses: tuple[Use, ...]) -> Iterator[str]:
+def _parameters(uses: tuple[Use, ...]) -> list[str]:
+    """One line for each way that parameters are held and used, the commonest first."""
+    prefix = os.path.commonprefix([u.pattern for u in uses])
+    prefix = prefix[: prefix.rfind("_") + 1]
+    rows = []
+    for words, count in Counter(u.words for u in uses).most_common():
+        patterns = list(dict.fromkeys(u.pattern.removeprefix(prefix) for u in uses if u.words == words))
+        which = "all" if count == len(uses) else listed(patterns)
+        rows.append([f"{count} {words}:", which])
+    return table(rows)
+
+
+def _starred(label: str) -> str:
+    """Layer numbers replaced, so that alike layers share one line."""
+    return re.sub(r"\.\d+(?=\.|$| )", ".*", label)
+
+
+def _reasons(plan: Plan, cluster: ClusterSpec | None) -> Iterator[str]:
     group = batch_group(plan)
     if group is not None:
         sizes, n = plan.groups[group].sizes, plan.groups[group].n
@@ -167,6 +189,7 @@ def _reasons(plan: Plan, cluster: ClusterSpec | None, uses: tuple[Use, ...]) -> 
         if used >= FULL * device.memory_bytes:
             yield f"{plan.devices[rank]} is full: {percent(used, device.memory_bytes)} of its memory"
     state = sum(_kind(plan, r, k) for r in range(plan.world_size) for k in ("parameters", "gradients", "optimizer"))
+    uses = parameter_uses(plan)
     least = min(cluster.devices, key=lambda d: d.memory_bytes)
     if uses and all(u.group is not None for u in uses) and state > least.memory_bytes:
         yield (

@@ -52,9 +52,9 @@ def plan() -> Plan:
             optimizer="adamw",
         ),
         groups={
-            "batch": GroupPlan(n=8, label="batch of 8", sizes=(6, 2)),
+            "batch": GroupPlan(n=8, label="batch", sizes=(6, 2)),
             "rows": GroupPlan(n=8, label="rows", sizes=(5, 3)),
-            "heads": GroupPlan(n=4, label="4 heads", sizes=(3, 1)),
+            "heads": GroupPlan(n=4, label="h.0.attn.weight dim 1", sizes=(3, 1)),
         },
         strategies={
             "i_args_0": "-> S(0:1x8x1@batch)",
@@ -62,7 +62,10 @@ def plan() -> Plan:
             "p_h_0_mlp_weight": f"-> {row}",
             "p_h_1_mlp_weight": f"-> {row}",
             "p_h_0_attn_weight": f"-> {column}",
-            "mm_1": f"S(0:1x8x1@batch), R -> {'S(0:1x8x1@batch)'}",
+            "mm_1": "S(0:1x8x1@batch), R -> S(0:1x8x1@batch)",
+            "mm_2": "R, S(1:1x4x2@heads) -> S(1:1x4x2@heads)",
+            "mm_3": "S(0:1x8x1@batch), S(0:1x8x1@batch) -> P",
+            "sum_1": "R -> R",
         },
         conversions=(
             conversion("p_h_0_mlp_weight", row, "R", "all_gather", 1500),
@@ -92,12 +95,9 @@ def test_words_come_from_placements(plan: Plan) -> None:
     ]
 
 
-def test_the_batch_is_the_group_of_the_inputs(plan: Plan) -> None:
+def test_the_batch_is_the_group_of_that_name(plan: Plan) -> None:
     assert batch_group(plan) == "batch"
-    replicated = plan.model_copy(update={"strategies": {**plan.strategies, "i_args_0": "-> R"}})
-    assert batch_group(replicated) is None
-    sliced = (*plan.conversions, conversion("i_args_0", "R", "S(0:1x8x1@batch)", "slice", 8))
-    assert batch_group(replicated.model_copy(update={"conversions": sliced})) == "batch"
+    assert batch_group(plan.model_copy(update={"groups": {"rows": plan.groups["rows"]}})) is None
 
 
 def test_the_whole_summary(plan: Plan) -> None:
@@ -105,17 +105,22 @@ def test_the_whole_summary(plan: Plan) -> None:
         "toy: 1 k parameters, adamw, on 2 devices of cluster 'pair' (gloo)",
         "predicted step: 12 ms; no plan can take less than 10.8 ms (proved, gap 10.0%)",
         "",
-        "rank  device       batch  computes    parameters  memory",
-        "   0  box/fast#0  6 of 8      9 ms  2.5 kB (62%)  5 MB of 16 MB",
-        "   1  box/slow#0  2 of 8    8.5 ms  1.5 kB (38%)  950 kB of 1 MB",
+        "rank  device       batch    busy    parameters  memory",
+        "   0  box/fast#0  6 of 8    9 ms  2.5 kB (62%)  5 MB of 16 MB",
+        "   1  box/slow#0  2 of 8  8.5 ms  1.5 kB (38%)  950 kB of 1 MB",
         "",
-        "* data parallel: batch of 8 dealt 6 + 2",
-        "* 2 parameters sharded, gathered for use (as ZeRO and FSDP do): h.*_mlp_weight",
-        "* 1 parameter a copy on every rank: norm_weight",
-        "* 1 parameter used in shards (tensor parallel): h.*_attn_weight",
-        "*   4 heads dealt 3 + 1",
-        "* box/fast#0, the fastest device, takes 75% of the batch",
-        "* box/slow#0 is full: 95% of its memory",
+        "what is dealt out:",
+        "  batch                          6 + 2  2 calls",
+        "  h.*.attn.weight dim 1          3 + 1  1 call",
+        "  not dealt: done by every rank         1 call",
+        "",
+        "parameters:",
+        "  2 sharded, gathered for use (as ZeRO and FSDP do):  h.*_mlp_weight",
+        "  1 copied on every rank:                             norm_weight",
+        "  1 used in shards (tensor parallel):                 h.*_attn_weight",
+        "",
+        "box/fast#0, the fastest device, takes 75% of the batch",
+        "box/slow#0 is full: 95% of its memory",
         "",
         "collectives a step: 2 all_gather (3 kB), 1 all_reduce (64 B)",
         "time: 9 ms of compute on the busiest rank, 3 ms of communication",
@@ -130,7 +135,7 @@ def test_without_a_proof_no_gap_is_printed(plan: Plan) -> None:
 
 
 def test_a_device_left_out_is_named(plan: Plan) -> None:
-    groups = {**plan.groups, "batch": GroupPlan(n=8, label="batch of 8", sizes=(8, 0))}
+    groups = {**plan.groups, "batch": GroupPlan(n=8, label="batch", sizes=(8, 0))}
     text = summarize(plan.model_copy(update={"groups": groups}))
     assert "box/slow#0 gets no part of the batch" in text
 

@@ -46,7 +46,7 @@ def plan(
 
     ``example_inputs``: one *global* batch: a tensor, a tuple or list of positionals, a dict of keywords, or
     ``((args...), {kwargs})``. The loss is ``loss_fn(model(...), *example_targets)``, or the model's own without one.
-    ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins`` fixes what the search may not choose.
+    ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins`` fixes decisions.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """

@@ -120,7 +120,10 @@ class HapProgram(nn.Module):
         return ShareSampler(dataset_len, size, layout, self._comm.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
     def collate(self, samples: Sequence[Any]) -> Any:
-        """``default_collate``, and for a rank that holds none of the batch its empty share: for ``collate_fn=``."""
+        """``default_collate``, and for a rank that holds none of the batch its empty share: for ``collate_fn=``.
+
+        The empty share has the form of the example inputs; with example targets it is the pair of both.
+        """
         if samples:
             return default_collate(list(samples))
         return in_form(self._signature.nothing(self._comm.rank), *self._example)

@@ -19,18 +19,21 @@ from hap.runtime.collectives import Communicator
 
 def main(file: Mapping[str, Any]) -> None:
     """Run ``forward`` and ``backward`` of the file whose globals are given, and print the loss on rank 0."""
+    joined = dist.is_initialized()
     comm = connect()
     try:
         loss, gradients = run_step(file, comm)
         if comm.rank == 0:
             print(f"loss {loss.item():.6f}, {len(gradients)} gradients, {comm.world_size} ranks")
     finally:
-        if comm.group is not None:
+        if comm.group is not None and not joined:
             dist.destroy_process_group()
 
 
 def connect() -> Communicator:
     """The communicator of this job: NCCL where every local rank has a GPU, else Gloo; none for a single process."""
+    if dist.is_initialized():
+        return Communicator(dist.group.WORLD)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Communicator()
     local = int(os.environ.get("LOCAL_RANK", "0"))

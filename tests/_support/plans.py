@@ -12,10 +12,16 @@ from hap.conversion import find_needs
 from hap.graph import Graph, Node
 from hap.placement import PARTIAL, Placement, Shard, Sizes
 from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance, Strategy
-from hap.rules.choices import Choices
+from hap.rules.choices import Choices, replicated
 
 FIRST = {"all_gather": "all_to_all", "all_reduce": "ring", "reduce_scatter": "all_to_all_sum"}
 DECOMPOSITION = {**FIRST, "all_to_all": "direct", "slice": "local"}
+
+
+def replicated_plan(graph: Graph, world_size: int = 1) -> Plan:
+    """Everything whole on every rank: needs no rules."""
+    strategies = {node.name: replicated(node) for node in graph.nodes}
+    return make_plan(Choices(graph, {}, {}), strategies, {}, world_size=world_size)
 
 
 def random_strategies(choices: Choices, source: random.Random) -> dict[str, Strategy]:
@@ -91,11 +97,16 @@ def random_sizes(choices: Choices, world_size: int, source: random.Random) -> di
 
 
 def make_plan(
-    choices: Choices, strategies: Mapping[str, Strategy], sizes: Mapping[str, Sizes], *, regather: bool = False
+    choices: Choices,
+    strategies: Mapping[str, Strategy],
+    sizes: Mapping[str, Sizes],
+    *,
+    regather: bool = False,
+    world_size: int | None = None,
 ) -> Plan:
     """The plan with these decisions, without a prediction worth reading."""
     graph = choices.graph
-    world_size = len(next(iter(sizes.values())))
+    world_size = world_size or len(next(iter(sizes.values())))
     conversions = tuple(
         Conversion(
             value=str(need.value),

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hap.codegen.lowering import lower
-from hap.errors import ProgramError
 from hap.graph import Graph
 from hap.plan import Plan
 from hap.runtime.collectives import Communicator

@@ -156,7 +156,7 @@ def _dealt(plan: Plan) -> list[str]:
 
 def _parameters(uses: tuple[Use, ...]) -> list[str]:
     """One line for each way that parameters are held and used, the commonest first."""
-    prefix = os.path.commonprefix([u.pattern for u in uses])
+    prefix = os.path.commonprefix([u.pattern for u in uses])  # noqa: RUF071 (characters are meant)
     prefix = prefix[: prefix.rfind("_") + 1]
     rows = []
     for words, count in Counter(u.words for u in uses).most_common():

@@ -53,18 +53,32 @@ def clean(graph: Graph) -> Graph:
 
 
 def spell_views(graph: Graph) -> Graph:
-    """View-like operators to one name; sizes -1 to real ones; slice bounds to 0 <= start <= end <= size."""
+    """View-like operators to one name; sizes -1 to real ones; slice bounds to 0 <= start <= end <= size.
+
+    ``split`` and ``chunk`` name every part's size, and ``squeeze`` its result: on a rank with a share of zero or one
+    ``split`` gives fewer parts and ``squeeze`` drops more dims than in the whole.
+    """
 
     def rule(node: Node, done: Rewritten) -> Node | None:
         if node.op in _VIEWS:
             return replace(node, op="aten.view.default", args=(node.args[0], node.meta.shape))
         if node.op == "aten.expand.default":
             return replace(node, args=(node.args[0], node.meta.shape), kwargs=())
+        if node.op in ("aten.split.Tensor", "aten.chunk.default"):
+            return _resolved_split(node, done.meta(node.args[0]).shape)
+        if node.op == "aten.squeeze.default":
+            return replace(node, op="aten.view.default", args=(node.args[0], node.meta.shape))
         if node.op == "aten.slice.Tensor":
             return _resolved_slice(node, done.meta(node.args[0]).shape)
         return None
 
     return rewrite(graph, rule)
+
+
+def _resolved_split(node: Node, shape: tuple[int, ...]) -> Node:
+    dim = (node.args[2] if len(node.args) > 2 else node.kwarg("dim", 0)) % len(shape)
+    sizes = tuple(o.shape[dim] for o in node.outputs if o is not None)
+    return replace(node, op="aten.split_with_sizes.default", args=(node.args[0], sizes, dim), kwargs=())
 
 
 def _resolved_slice(node: Node, shape: tuple[int, ...]) -> Node:

@@ -128,17 +128,19 @@ def train(program: HapProgram, data: Characters, arguments: argparse.Namespace, 
     """The loop, on every rank. Rank 0 shows the progress."""
     sampler = program.batch_sampler(len(data), shuffle=True, seed=0)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=program.collate)
-    program.set_pace(throttle)
     trainer = Trainer(program, program.clip_grad_norm_, arguments)
     record = Record()
     with progress_bar(arguments.steps) as show:
         for step, batch in zip(range(arguments.steps), forever(loader, sampler), strict=False):
+            if step == arguments.check and throttle is not None:
+                throttle.resume()
+                program.set_pace(throttle)  # not before: a first step imports and allocates what later ones have
             start = time.perf_counter()
             loss = trainer.gradients({k: v.to(program.device) for k, v in batch.items()})
             if step < arguments.check:
                 record.gradients.append(program.full_gradients())
             trainer.update()
-            if throttle is not None:
+            if throttle is not None and step >= arguments.check:
                 throttle.settle()
             record.losses.append(loss.item())
             if step > arguments.check:

@@ -7,7 +7,7 @@ placements of parameters and from what is done to them before use:
 at rest          before use                             in words
 ===============  =====================================  ==========================================
 replicated       nothing                                copied on every rank (as data parallel does)
-sharded          all-gathered                           sharded, gathered for use (as ZeRO, FSDP)
+sharded          all-gathered                           sharded, gathered for use (ZeRO, FSDP)
 sharded          nothing                                used in shards (tensor parallel)
 sharded          moved to another shard                 sharded, dealt out anew for use
 replicated       sliced                                 copied, used in shards
@@ -28,7 +28,7 @@ from hap.plan import Plan
 from hap.report.words import counted, listed, percent, quantity, seconds, table
 
 COPIED = "copied on every rank"
-GATHERED = "sharded, gathered for use (as ZeRO and FSDP do)"
+GATHERED = "sharded, gathered for use (ZeRO, FSDP)"
 SPLIT = "used in shards (tensor parallel)"
 MOVED = "sharded, dealt out anew for use"
 SLICED = "copied, used in shards"
@@ -161,7 +161,7 @@ def _parameters(uses: tuple[Use, ...]) -> list[str]:
     rows = []
     for words, count in Counter(u.words for u in uses).most_common():
         patterns = list(dict.fromkeys(u.pattern.removeprefix(prefix) for u in uses if u.words == words))
-        which = "all" if count == len(uses) else listed(patterns)
+        which = "all" if count == len(uses) else listed(patterns, 3)
         rows.append([f"{count} {words}:", which])
     return table(rows)
 

@@ -25,7 +25,7 @@ from hap.rules.choices import choices
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from hap.search.pins import Pins
-from hap.search.planner import plan_graph
+from hap.search.planner import Effort, plan_graph
 
 T = TypeVar("T")
 Cluster = ClusterSpec | str | os.PathLike[str]
@@ -41,17 +41,19 @@ def plan(
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     pins: Pins | None = None,
+    effort: Effort = "normal",
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
 
     ``example_inputs``: one *global* batch: a tensor, a tuple or list of positionals, a dict of keywords, or
     ``((args...), {kwargs})``. The loss is ``loss_fn(model(...), *example_targets)``, or the model's own without one.
-    ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins`` fixes decisions.
+    ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins`` fixes decisions,
+    ``effort`` (``quick`` or ``normal``) says how long to search.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
-    return _search(graph, _cluster(cluster), optimizer, pins)
+    return _search(graph, _cluster(cluster), optimizer, pins, effort)
 
 
 def compile(
@@ -64,6 +66,7 @@ def compile(
     plan: Plan | str | os.PathLike[str] | None = None,
     optimizer: str = "adamw",
     pins: Pins | None = None,
+    effort: Effort = "normal",
     device: torch.device | str | None = None,
 ) -> HapProgram:
     """This rank's program for ``model``: an ``nn.Module`` that takes its share of a batch and returns the global loss.
@@ -82,8 +85,7 @@ def compile(
         spec.check_world_size(comm.world_size)
     graph = _together(comm, lambda: capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets))
     _agree(comm, "the model", graph.fingerprint)
-    if isinstance(plan, Plan):
-        _agree(comm, "the plan", plan.checksum)
+    _agree(comm, "the plan", plan.checksum if isinstance(plan, Plan) else None)
 
     def decide() -> str:
         if comm.rank != 0:
@@ -91,7 +93,7 @@ def compile(
         if plan is not None:
             return (plan if isinstance(plan, Plan) else Plan.load(plan)).to_json()
         assert spec is not None
-        return _search(graph, spec, optimizer, pins).to_json()
+        return _search(graph, spec, optimizer, pins, effort).to_json()
 
     decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
@@ -113,8 +115,8 @@ def python_source(
     return to_python(lower(graph, plan), plan)
 
 
-def _search(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None) -> Plan:
-    return plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins)
+def _search(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
+    return plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins, effort=effort)
 
 
 def _cluster(cluster: Cluster) -> ClusterSpec:
@@ -161,14 +163,16 @@ def _device(device: torch.device | str | None, backend: str | None) -> torch.dev
     return torch.device("cpu")
 
 
-def _agree(comm: Communicator, what: str, fingerprint: str) -> None:
-    """PlanError on every rank, naming the ranks whose fingerprint is not rank 0's. Collective."""
-    found = comm.gather_objects(fingerprint)
-    if others := [rank for rank, other in enumerate(found) if other != found[0]]:
-        raise PlanError(
-            f"{what} of rank {others[0]} differs from rank 0's ({found[others[0]][:12]}, not {found[0][:12]}): "
-            "every rank must build the same model with the same example inputs and plan"
-        )
+def _agree(comm: Communicator, what: str, fingerprint: str | None) -> None:
+    """PlanError on every rank, naming one whose fingerprint is not the first's. None agrees with all. Collective."""
+    found = [(rank, mine) for rank, mine in enumerate(comm.gather_objects(fingerprint)) if mine is not None]
+    for rank, mine in found:
+        first, expected = found[0]
+        if mine != expected:
+            raise PlanError(
+                f"{what} of rank {rank} differs from rank {first}'s ({mine[:12]}, not {expected[:12]}): "
+                "every rank must build the same model with the same example inputs and plan"
+            )
 
 
 def _together(comm: Communicator, work: Callable[[], T]) -> T:

@@ -16,6 +16,8 @@ from hap.codegen.layout import Layout
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator
 
+Row = tuple[tuple[int, ...], torch.dtype, Layout | None]  # of a file's tables: global shape, dtype, layout
+
 
 def main(file: Mapping[str, Any]) -> None:
     """Run ``forward`` and ``backward`` of the file whose globals are given, and print the loss on rank 0."""
@@ -50,8 +52,8 @@ def connect() -> Communicator:
 def run_step(file: Mapping[str, Any], comm: Communicator) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """(loss, this rank's gradients) of one step of an emitted file on random numbers. Collective."""
     generator = torch.Generator().manual_seed(0)
-    state = {name: _draw(*row, generator, comm) for name, row in (file["PARAMETERS"] | file["BUFFERS"]).items()}
-    inputs = {name: _draw(*row, generator, comm) for name, row in file["INPUTS"].items()}
+    state = {name: _draw(row, generator, comm) for name, row in (file["PARAMETERS"] | file["BUFFERS"]).items()}
+    inputs = {name: _draw(row, generator, comm) for name, row in file["INPUTS"].items()}
     for name, (values, layout) in file.get("CONSTANTS", {}).items():
         state[name] = _share(values, layout, comm)
     with torch.no_grad():
@@ -59,9 +61,8 @@ def run_step(file: Mapping[str, Any], comm: Communicator) -> tuple[torch.Tensor,
         return loss, file["backward"](saved, torch.ones_like(loss), comm)
 
 
-def _draw(
-    shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None, generator: torch.Generator, comm: Communicator
-) -> torch.Tensor:
+def _draw(row: Row, generator: torch.Generator, comm: Communicator) -> torch.Tensor:
+    shape, dtype, layout = row
     if dtype.is_floating_point:
         whole = (0.1 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
     else:

@@ -1,0 +1,199 @@
+"""``hap.plan`` and ``hap.compile`` on real ranks: the planner's plan trains, and disagreements reach every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hap
+from hap.cluster import ClusterSpec
+from tests._support import gpt2
+from tests._support.plans import replicated_plan
+from tests._support.ranks import run_ranks
+
+# Slow devices on a quick network, so that sharing the work pays.
+LAB = """
+name: lab
+backend: gloo
+hosts:
+  - name: all
+    link: {bandwidth: 100GB/s, latency: 1ns}
+    devices:
+      - {name: quick, tflops: {float32: 0.005, float64: 0.005}, memory: 16GB, memory_bandwidth: 3GB/s, launch: 1ns}
+      - {name: mid, tflops: {float32: 0.002, float64: 0.002}, memory: 8GB, memory_bandwidth: 1.2GB/s, launch: 1ns}
+      - {name: slow, tflops: {float32: 0.001, float64: 0.001}, memory: 8GB, memory_bandwidth: 0.6GB/s, launch: 1ns}
+"""
+ONE = """
+name: one
+backend: gloo
+hosts: [{name: a, devices: [{tflops: {float32: 1, float64: 1}, memory: 8GB, memory_bandwidth: 9GB/s}]}]
+"""
+
+
+def lab() -> ClusterSpec:
+    return ClusterSpec.from_yaml(LAB)
+
+
+def arguments(**changes: Any) -> dict[str, Any]:
+    return {
+        "example_inputs": (gpt2.batch(),),
+        "example_targets": gpt2.batch(),
+        "loss_fn": gpt2.lm_loss,
+        "effort": "quick",
+    } | changes
+
+
+def refusal(work: Any) -> str:
+    """What ``work`` is refused with, as ``TypeName: message``."""
+    try:
+        work()
+    except ValueError as e:
+        return f"{type(e).__name__}: {e}"
+    return "accepted"
+
+
+def compile_and_compare(rank: int) -> dict[str, Any]:
+    """The planner's own choice against one process, then everything that must be refused."""
+    program = hap.compile(gpt2.build(seed=rank), lab(), **arguments())
+    model, ids = gpt2.build(), gpt2.batch(1)
+    share, target = program.shard_batch((ids,), ids)
+    loss = program(*share, targets=target)
+    loss.backward()
+    expected = gpt2.lm_loss(model(ids), ids)
+    expected.backward()
+    whole = program.full_gradients()
+    worst = max(
+        float((whole[name] - p.grad).abs().max() / p.grad.abs().max())
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    )
+    return {
+        "sizes": dict(program.plan.sizes),
+        "checksum": program.plan.checksum,
+        "loss": abs(loss.item() - expected.item()) / expected.item(),
+        "gradient": worst,
+    } | refusals(rank)
+
+
+def bigram(width: int = 8) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Embedding(gpt2.VOCABULARY, width), torch.nn.Linear(width, gpt2.VOCABULARY))
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What each way of disagreeing is refused with on this rank; a small model, since each captures anew."""
+    plan = hap.compile(bigram(), lab(), **arguments()).plan
+    mine = plan.model_copy(update={"devices": ("a", "b", "c")}) if rank == 2 else plan
+    four = ClusterSpec.from_yaml(LAB.replace("{name: slow,", "{name: slow, count: 2,"))
+    renamed = ClusterSpec.from_yaml(LAB.replace("name: lab", "name: attic"))
+    pins = hap.Pins(placements={"no.such": "R"}) if rank == 0 else None
+    file = "no/such.plan" if rank == 0 else plan
+    ways: dict[str, tuple[torch.nn.Module, ClusterSpec | None, dict[str, Any]]] = {
+        "nothing": (bigram(), lab(), {"plan": plan}),
+        "other model": (bigram(8 + (rank == 1)), lab(), {}),
+        "other plan": (bigram(), None, {"plan": mine}),
+        "other cluster": (bigram(), renamed, {"plan": plan}),
+        "too many devices": (bigram(), four, {}),
+        "rank 0's file": (bigram(), None, {"plan": file}),
+        "rank 0's pins": (bigram(), lab(), {"pins": pins}),
+        "one rank's bug": (bigram(), lab(), {"loss_fn": broken_on_rank_one}),
+    }
+    return {
+        name: refusal(lambda m=model, c=cluster, x=changes: hap.compile(m, c, **arguments(**x)))
+        for name, (model, cluster, changes) in ways.items()
+    }
+
+
+def broken_on_rank_one(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        raise KeyError("nothing\nhere")
+    return gpt2.lm_loss(logits, labels)
+
+
+@pytest.fixture(scope="module")
+def compared() -> list[dict[str, Any]]:
+    return run_ranks(3, compile_and_compare)
+
+
+def test_the_planners_own_choice_equals_one_process(compared: list[dict[str, Any]]) -> None:
+    for rank in compared:
+        assert rank["loss"] < 1e-10 and rank["gradient"] < 1e-10
+    assert compared[0]["sizes"], "with slow devices and a quick network the work is shared"
+    assert len({rank["checksum"] for rank in compared}) == 1
+
+
+EXPECTED = {
+    "nothing": "accepted",
+    "other model": "PlanError: the model of rank 1 differs from rank 0's",
+    "other plan": "PlanError: the plan of rank 2 differs from rank 0's",
+    "other cluster": "PlanError: the plan is for cluster 'lab', not for this 'attic'; plan again",
+    "too many devices": "ClusterError: 3 ranks, but cluster 'lab' describes 4 devices",
+    "rank 0's file": "PlanError: no/such.plan: cannot read plan",
+    "rank 0's pins": "PlanError: pin 'no.such' matches no parameter and no input",
+    "one rank's bug": "CaptureError: ",
+}
+
+
+@pytest.mark.parametrize("what", EXPECTED)
+def test_every_rank_is_refused_in_the_same_words(what: str, compared: list[dict[str, Any]]) -> None:
+    said = {rank[what] for rank in compared}
+    assert len(said) == 1 and "\n" not in min(said)
+    assert min(said).startswith(EXPECTED[what])
+
+
+def test_one_device_needs_no_launcher_and_no_process_group(tmp_path: Path) -> None:
+    cluster = tmp_path / "one.yaml"
+    cluster.write_text(ONE)
+    program = hap.compile(gpt2.build(), cluster, **arguments())
+    ids = gpt2.batch(1)
+    loss = program(ids, targets=ids)
+    loss.backward()
+    expected = gpt2.lm_loss(gpt2.build()(ids), ids)
+    torch.testing.assert_close(loss, expected)
+    assert not dist.is_initialized()
+
+
+def test_a_plan_file_serves_another_compile_and_names_what_it_is_not_for(tmp_path: Path) -> None:
+    plan = hap.plan(gpt2.build(), ClusterSpec.from_yaml(ONE), **arguments())
+    path = tmp_path / "one.plan.json"
+    plan.save(path)
+    assert hap.compile(gpt2.build(), plan=path, **arguments()).plan == plan
+    with pytest.raises(hap.PlanError, match="the plan is for model 'Logits' with other shapes or operators"):
+        hap.compile(
+            gpt2.build(),
+            plan=path,
+            **arguments(example_inputs=(gpt2.batch(size=4),), example_targets=gpt2.batch(size=4)),
+        )
+    three = replicated_plan(gpt2.graph(), world_size=3)
+    with pytest.raises(hap.PlanError, match="the plan is for 3 ranks, this job has 1"):
+        hap.compile(gpt2.build(), plan=three, **arguments())
+
+
+def test_without_cluster_and_plan_there_is_nothing_to_compile_for() -> None:
+    with pytest.raises(hap.ClusterError, match="needs a cluster, or a plan"):
+        hap.compile(gpt2.build(), **arguments())
+
+
+def test_a_model_on_meta_is_planned_like_the_real_one() -> None:
+    with torch.device("meta"):
+        meta = bigram()
+    assert hap.plan(meta, lab(), **arguments()) == hap.plan(bigram(), lab(), **arguments())
+
+
+def test_python_source_is_that_of_the_program(tmp_path: Path) -> None:
+    program = hap.compile(bigram(), ClusterSpec.from_yaml(ONE), **arguments())
+    example = {key: value for key, value in arguments().items() if key != "effort"}
+    assert hap.python_source(bigram(), program.plan, **example) == program.python_source()
+
+
+def test_hap_plan_is_the_function_and_hap_plan_the_module_is_still_importable() -> None:
+    import importlib
+
+    assert callable(hap.plan)
+    assert importlib.import_module("hap.plan").Plan is hap.Plan
+    assert set(hap.__all__) <= set(dir(hap))
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        hap.nonsense  # noqa: B018

@@ -40,15 +40,19 @@ Effort = Literal["quick", "normal"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves."""
+    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves, and whether
+    the estimate without barriers is asked too."""
 
     starts: int
     rounds: int
     nodes: int
     moves: int
+    both_estimates: bool
 
 
-LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0), "normal": Limits(5, 3, 1000, 60)}
+MIP_GAP = 1e-4  # relative; the judge's own error is far larger
+BEHIND = 1.15  # a start whose first round is this much slower than the best so far is given up
+LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, False), "normal": Limits(5, 3, 1000, 60, True)}
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 INPUT_TOLERANCE = 0.02  # of the step: what dealing out the inputs may cost
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
@@ -150,17 +154,23 @@ class Search:
     def run(self) -> Found:
         """The best plan that fits. InfeasibleError if there is none."""
         starts = self._starts()
-        found = [f for shares in starts for f in self._alternate(shares, regather=False)]
-        best = _best(found)
+        best = self._try(starts, None, regather=False)
         if best is None or best.cost[0] > 0:
-            found += [f for shares in starts for f in self._alternate(shares, regather=True)]
+            best = self._try(starts, best, regather=True)
         elif self._is_nearly_full(best):
-            found += self._rounds(best.sizes, best.left_out, regather=True)
-        best = _best(found)
+            best = self._rounds(best.sizes, best.left_out, best, regather=True)
         if best is not None:
-            best = self._polish(self._deal_out_inputs(best))
+            best = self._polish(self._deal_out_inputs(self._without_barriers(best)))
         if best is None or best.cost[0] > 0:
             raise InfeasibleError(self._why_infeasible(best))
+        return best
+
+    def _try(self, starts: Sequence[Shares], best: Found | None, *, regather: bool) -> Found | None:
+        """The best of ``best`` and what the rounds from every start find."""
+        for shares in starts:
+            self.starts += 1
+            left_out = tuple(r for r, s in enumerate(shares) if s == 0)
+            best = self._rounds(self._round({}, shares), left_out, best, regather=regather)
         return best
 
     def _starts(self) -> list[Shares]:
@@ -184,27 +194,31 @@ class Search:
                 total = total + self.facts.compute.seconds(self.facts.parts(node.name, strategy), ones)
         return np.maximum(total, 1e-12)
 
-    def _alternate(self, shares: Shares, *, regather: bool) -> list[Found]:
-        """Rounds from one share vector for all groups."""
-        self.starts += 1
-        left_out = tuple(r for r, s in enumerate(shares) if s == 0)
-        return self._rounds(self._round({}, shares), left_out, regather=regather)
-
-    def _rounds(self, sizes: GroupSizes, left_out: tuple[int, ...], *, regather: bool) -> list[Found]:
-        """MILP and LP in turn, until neither helps; everything that was judged on the way."""
-        found: list[Found] = []
+    def _rounds(
+        self, sizes: GroupSizes, left_out: tuple[int, ...], best: Found | None, *, regather: bool
+    ) -> Found | None:
+        """MILP and LP in turn, until neither helps. Returns the best of ``best`` and what was met on the way."""
+        reached: tuple[float, float] | None = None
         for _ in range(self.limits.rounds):
             self.rounds += 1
-            before = _best(found)
-            chosen = self._strategies(sizes, regather, left_out)
+            chosen = self._strategies(sizes, regather, left_out, best=best)
             if chosen is None:
                 break
             reshared = self._reshare(chosen)
-            found += [chosen, reshared]
-            if reshared.sizes == sizes or (before is not None and min(chosen.cost, reshared.cost) >= before.cost):
+            cost = min(chosen.cost, reshared.cost)
+            best = min([f for f in (best, chosen, reshared) if f], key=lambda f: f.cost)
+            behind = cost > (best.cost[0], best.cost[1] * BEHIND)
+            if behind or reshared.sizes == sizes or (reached is not None and cost >= reached):
                 break
-            sizes = reshared.sizes
-        return found
+            sizes, reached = reshared.sizes, cost
+        return best
+
+    def _without_barriers(self, best: Found) -> Found:
+        """The other estimate's choice at the same sizes, where the judge prefers it."""
+        if not self.limits.both_estimates:
+            return best
+        other = self._strategies(best.sizes, best.regather, best.left_out, best=best, barriers=False)
+        return best if other is None else min(best, other, key=lambda f: f.cost)
 
     def _deal_out_inputs(self, best: Found) -> Found:
         """The same with the inputs split like the batch inside, if that costs next to nothing.
@@ -215,7 +229,7 @@ class Search:
         forced = self._whole_inputs(best)
         if not forced:
             return best
-        chosen = self._strategies(best.sizes, best.regather, best.left_out, forced)
+        chosen = self._strategies(best.sizes, best.regather, best.left_out, forced=forced)
         if chosen is None or chosen.cost > (0, best.cost[1] * (1 + INPUT_TOLERANCE)):
             return best
         return chosen
@@ -235,32 +249,50 @@ class Search:
         sizes: GroupSizes,
         regather: bool,
         left_out: tuple[int, ...],
+        *,
         forced: Mapping[int, tuple[int, ...]] | None = None,
+        best: Found | None = None,
+        barriers: bool = True,
     ) -> Found | None:
-        """The MILP's choice at these sizes, with less memory while the ledger disagrees; None if nothing fits."""
+        """The MILP's choice at these sizes, asked again with less memory while the ledger finds more than it saw.
+
+        None if nothing fits. No further attempt is made where the objective is already far behind ``best``.
+        """
         usable = np.array([usable_bytes(d.memory_bytes) for d in self.cluster.devices], dtype=np.float64)
-        capacity, best = usable, None
+        found: list[Found] = []
+        capacity = usable
         for _ in range(TIGHTENINGS + 1):
-            choice = self._choose(sizes, regather, capacity, forced or {})
+            choice = self._choose(sizes, regather, capacity, forced or {}, barriers)
             if choice is None:
-                return best
+                break
             strategies = self.classes.expand(choice.picks, self.facts.candidates)
             evaluation = self._judge(strategies, sizes, regather)
-            found = Found(strategies, sizes, regather, left_out, evaluation, choice)
-            best = found if best is None or found.cost < best.cost else best
-            if found.cost[0] == 0:
-                return best
+            found.append(Found(strategies, sizes, regather, left_out, evaluation, choice))
+            hopeless = best is not None and best.cost[0] == 0 and choice.objective_s > BEHIND * best.cost[1]
+            if found[-1].cost[0] == 0 or hopeless:
+                break
             capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
-        return best
+        return _best(found)
 
     def _choose(
-        self, sizes: GroupSizes, regather: bool, capacity: Array, forced: Mapping[int, tuple[int, ...]]
+        self,
+        sizes: GroupSizes,
+        regather: bool,
+        capacity: Array,
+        forced: Mapping[int, tuple[int, ...]],
+        barriers: bool,
     ) -> Choice | None:
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()))
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers)
         if key not in self.solved:
             self.milps += 1
-            prices = Prices(self.facts, sizes, capacity)
-            self.solved[key] = choose(self._skeleton(regather), prices, forced=forced, nodes=self.limits.nodes)
+            self.solved[key] = choose(
+                self._skeleton(regather),
+                Prices(self.facts, sizes, capacity),
+                forced=forced,
+                barriers=barriers,
+                nodes=self.limits.nodes,
+                gap=MIP_GAP,
+            )
         return self.solved[key]
 
     def _skeleton(self, regather: bool) -> Skeleton:

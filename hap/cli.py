@@ -1,7 +1,8 @@
 """The ``hap`` command. Thin: it parses, calls the doors of ``hap.api`` and prints.
 
 Every ``HapError`` becomes one line on stderr and exit code 2, as a usage error does; any other exception is a bug or
-comes from the user's own code, and keeps its traceback. Imports of torch stand inside the commands, so that ``hap --help`` is quick.
+comes from the user's own code, and keeps its traceback. Imports of torch stand inside the commands, so that
+``hap --help`` is quick.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Value(NamedTuple):
     """One output of one node."""
 
     node: str
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]  # hides tuple.index, which nobody calls
 
     def __str__(self) -> str:
         return f"{self.node}:{self.index}" if self.index else self.node

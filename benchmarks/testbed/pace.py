@@ -1,0 +1,145 @@
+"""Unequal compute by deadline: what a rank calls between its collectives so that its compute takes as long as on a
+slower device.
+
+Both paces have ``settle`` (before the wire is used, and at the end of a step) and ``resume`` (after), which is what
+``ParallelModule.set_pace`` takes; compute is what lies between.
+
+- ``hap.runtime.emulate.Throttle`` stretches the CPU time that a section *took*, every time anew. It needs no nominal
+  time, but it repeats only as well as this machine's core does, which neighbours slow by tens of percent.
+- ``Deadline`` (the default here) runs the real kernels, then waits until *nominal time x slow-down*, where the nominal
+  time of each section of a step was measured before. It repeats to a fraction of a percent as long as the real work
+  fits; where it does not, ``late_s`` and ``missed`` say so.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from hap.runtime.emulate import Throttle
+
+_SPIN_S = 0.2e-3  # the end of a wait is spun: a sleep may end this much late
+_CARRY_S = 1e-3  # a section that began late because the one before overran by up to this still ends on time
+
+
+class Deadline:
+    """Sections of a step end when their nominal time x ``slowdown`` has passed.
+
+    Until ``hold`` (or with no ``nominal_s`` given) it records: sections run unstretched and their CPU time is kept, and
+    the nominal time of a section is the least of all recorded steps, since neighbours only make it more. Every step
+    must have the same sections.
+
+        pace = Deadline(2.0)
+        for _ in range(5):
+            with pace.step(): run()
+        pace.hold()
+        for _ in range(100):
+            with pace.step(): run()      # each takes sum(pace.nominal_s) * 2.0 plus its communication
+    """
+
+    def __init__(self, slowdown: float, nominal_s: Sequence[float] | None = None) -> None:
+        assert slowdown >= 1, f"cannot play a device {1 / slowdown:.3g} times as fast as this machine's core"
+        self.slowdown = slowdown
+        self.nominal_s: tuple[float, ...] | None = None if nominal_s is None else tuple(nominal_s)
+        self.missed = 0  # sections whose real work took longer than their deadline
+        self.sections = 0  # sections held to a deadline so far
+        self.late_s = 0.0  # by how much, in all
+        self._recorded: list[tuple[float, ...]] = []
+        self._step: list[float] = []
+        self._index = 0
+        self._behind_s = 0.0
+        self.resume()
+
+    def hold(self, nominal_s: Sequence[float] | None = None) -> tuple[float, ...]:
+        """From now on hold every section to its nominal time: the given ones, or the least of those recorded."""
+        if nominal_s is None:
+            assert self._recorded, "no step was recorded: run some before hold()"
+            counts = {len(step) for step in self._recorded}
+            assert len(counts) == 1, f"steps with different numbers of sections: {sorted(counts)}"
+            nominal_s = [min(times) for times in zip(*self._recorded, strict=True)]
+        self.nominal_s = tuple(nominal_s)
+        self._index = 0
+        return self.nominal_s
+
+    def step(self) -> _Step:
+        """A context around one step: begins its first section and ends its last."""
+        return _Step(self)
+
+    def settle(self) -> None:
+        """End a section."""
+        if self.nominal_s is None:
+            self._step.append(time.thread_time() - self._cpu_mark)
+            return
+        assert self._index < len(self.nominal_s), f"a step with more than its {len(self.nominal_s)} sections"
+        should_s = self.nominal_s[self._index] * self.slowdown
+        end = self._wall_mark + max(0.0, should_s - self._behind_s)
+        self._index += 1
+        self.sections += 1
+        late_s = time.perf_counter() - end
+        if late_s > 0:
+            self.missed += 1
+            self.late_s += late_s
+            self._behind_s = min(late_s, _CARRY_S)
+        else:
+            wait_until(end)
+            self._behind_s = min(max(0.0, time.perf_counter() - end), _CARRY_S)
+
+    def resume(self) -> None:
+        """Begin a section."""
+        self._cpu_mark = time.thread_time()
+        self._wall_mark = time.perf_counter()
+
+    def _begin(self) -> None:
+        self._step.clear()
+        self._index = 0
+        self._behind_s = 0.0
+        self.resume()
+
+    def _end(self) -> None:
+        self.settle()
+        if self.nominal_s is None:
+            self._recorded.append(tuple(self._step))
+        else:
+            assert self._index == len(self.nominal_s), f"{self._index} sections, not {len(self.nominal_s)}"
+
+
+class _Step:
+    def __init__(self, pace: Deadline) -> None:
+        self._pace = pace
+
+    def __enter__(self) -> Self:
+        self._pace._begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self._pace._end()
+
+
+def wait_until(end: float) -> None:
+    """Return when ``time.perf_counter()`` reaches ``end``."""
+    remaining = end - time.perf_counter()
+    if remaining > _SPIN_S:
+        time.sleep(remaining - _SPIN_S)
+    while time.perf_counter() < end:
+        pass
+
+
+def own_slowdown() -> float:
+    """This rank's slow-down on the bed that it runs on; 1 in quota mode, where the kernel holds it, and off a bed."""
+    if os.environ.get("HAP_TESTBED_MODE", "quota") == "quota":
+        return 1.0
+    return float(os.environ["HAP_TESTBED_SLOWDOWN"])
+
+
+def deadline(nominal_s: Sequence[float] | None = None) -> Deadline:
+    """This rank's pace."""
+    return Deadline(own_slowdown(), nominal_s)
+
+
+def throttle() -> Throttle:
+    """The same by CPU time, for programs whose steps differ."""
+    return Throttle(own_slowdown())

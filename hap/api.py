@@ -139,26 +139,26 @@ def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_siz
 
 def _join(backend: str | None, device: torch.device | str | None) -> Communicator:
     """This job's communicator, joining the default process group if torchrun started us and nobody has yet."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if not dist.is_initialized():
-        if world_size == 1:
-            return Communicator(None, _device(device, backend))
+    if dist.is_initialized():
+        here = _device(device, dist.get_backend())
+    else:
         chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        if chosen == "nccl" and not torch.cuda.is_available():
-            raise ClusterError("the cluster's backend is nccl, and this rank sees no GPU; use backend: gloo")
         here = _device(device, chosen)
-        if here.type == "cuda":
-            torch.cuda.set_device(here)
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return Communicator(None, here)
+        if chosen == "nccl" and here.type != "cuda":
+            raise ClusterError("the cluster's backend is nccl, and this rank has no GPU; use backend: gloo")
         dist.init_process_group(chosen, device_id=here if here.type == "cuda" else None)
-    if dist.get_world_size() == 1:
-        return Communicator(None, _device(device, dist.get_backend()))
-    return Communicator(dist.group.WORLD, _device(device, dist.get_backend()))
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    return Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, here)
 
 
-def _device(device: torch.device | str | None, backend: str | None) -> torch.device:
+def _device(device: torch.device | str | None, backend: str) -> torch.device:
+    """What the user says, else this rank's GPU under NCCL, else the CPU."""
     if device is not None:
         return torch.device(device)
-    if backend == "nccl" and torch.cuda.is_available():
+    if "nccl" in backend and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 

@@ -44,6 +44,8 @@ class Step:
     def forward(self, sources: Tensors) -> tuple[torch.Tensor, Tensors, dict[str, torch.Tensor]]:
         """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy."""
         loss, updates, saved = self.forward_module(self.comm, *(sources[name] for name in self._sources))
+        if self.program.loss in saved:  # the loss will hold what is saved: not the other way round, too
+            saved[self.program.loss] = loss.detach()
         for name in self._kept_sources:
             if name in self._updated:
                 saved[name] = saved[name].clone()

@@ -214,8 +214,8 @@ def choose(
 ) -> Choice | None:
     """The cheapest strategies at the sizes of ``prices``; None if none fits the memory.
 
-    ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread, fixed seed, at most ``nodes``
-    branch-and-bound nodes.
+    ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread,
+    fixed seed, at most ``nodes`` branch-and-bound nodes.
     """
     proto = _priced(skeleton, prices, barriers)
     for a, options in (forced or {}).items():

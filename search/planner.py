@@ -24,7 +24,7 @@ from hap.errors import InfeasibleError
 from hap.fabric import Array
 from hap.placement import REPLICATE, GroupSizes, Shard, Sizes
 from hap.plan import Plan, Strategy
-from hap.rules.choices import Choices
+from hap.rules.choices import Choices, replicated
 from hap.search.assemble import assemble_plan, used_groups
 from hap.search.bound import lower_bound_s
 from hap.search.classes import Classes, find_bundles, find_classes
@@ -40,8 +40,8 @@ Effort = Literal["quick", "normal"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves, and whether
-    the estimate without barriers is asked too."""
+    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves, and
+    whether the estimate without barriers is asked too."""
 
     starts: int
     rounds: int
@@ -79,6 +79,11 @@ def overflow_bytes(evaluation: Evaluation) -> int:
     """Bytes beyond the usable memory, over all ranks."""
     pairs = zip(evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
     return sum(max(0, used - usable) for used, usable in pairs)
+
+
+def _whole(options: tuple[Strategy, ...], whole: Strategy) -> tuple[Strategy, ...]:
+    """On one device a shard is the whole: only pins can ask for one."""
+    return (whole,) if whole in options else options
 
 
 def _best(found: Sequence[Found]) -> Found | None:
@@ -129,6 +134,10 @@ class Search:
     def __post_init__(self) -> None:
         self.graph = self.choices.graph
         candidates = pinned_candidates(self.choices, self.pins)
+        if self.cluster.world_size == 1:
+            candidates = {
+                name: _whole(options, replicated(self.graph.by_name[name])) for name, options in candidates.items()
+            }
         self.facts = Facts(self.graph, candidates, self.cluster, self.optimizer)
         self.classes: Classes = find_classes(self.graph, candidates)
         self.fixed: Mapping[str, Sizes] = self._fixed_sizes()

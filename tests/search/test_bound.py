@@ -1,0 +1,59 @@
+"""The lower bound is below everything that can be done, and is tight where it should be."""
+
+import itertools
+
+import pytest
+
+from hap.cost_models.evaluate import evaluate
+from hap.search.bound import Bound, Line, best_weights, lower_bound_s, make_bound
+from hap.search.prices import Facts
+from hap.search.rounding import round_shares
+from tests.search.models import cluster, mlp
+
+
+def test_two_devices_by_hand() -> None:
+    """Speeds 3 and 1; one node of 6 s (on the slow device) that can be split, one of 1 s that cannot.
+
+    Weights proportional to speed (3/4, 1/4): the split node gives min(3/4 * 2, 1/4 * 6) = 1.5 = 6 / (3 + 1), the other
+    3/4 / 3 + 1/4 = 0.5. All weight on the slow device gives 0 + 1.
+    """
+    split, whole = Line((0.0, 0.0), (2.0, 6.0)), Line((1 / 3, 1.0), (0.0, 0.0))
+    bound = Bound((((split,), 1), ((whole,), 1)), (1, 1))
+    assert bound.seconds((0.75, 0.25)) == pytest.approx(2.0)
+    assert bound.seconds((0.0, 1.0)) == pytest.approx(1.0)
+    assert bound.seconds(best_weights(bound)) == pytest.approx(2.0)
+
+
+def test_below_every_plan_of_a_tiny_model() -> None:
+    """Every strategy of every matmul together with several sizes; the other nodes as the search leaves them."""
+    found, devices = mlp(batch=4, width=4, layers=1), cluster((1, "1GB"), (2, "1GB"), memory_bandwidth="1GB/s")
+    graph = found.graph
+    facts = Facts(graph, found.strategies, devices, "adamw")
+    bound = lower_bound_s(facts)
+    assert bound > 0
+    busy = [n.name for n in graph.nodes if n.op.startswith("aten.mm")]
+    least = float("inf")
+    for picks in itertools.product(*(found.strategies[name] for name in busy)):
+        strategies = {name: options[0] for name, options in found.strategies.items()} | dict(
+            zip(busy, picks, strict=True)
+        )
+        for ratios in ((0, 1), (1, 3), (1, 1), (1, 0)):
+            sizes = {name: round_shares(ratios, g.n) for name, g in found.groups.items()}
+            try:
+                least = min(least, evaluate(graph, strategies, sizes, devices).step_s)
+            except AssertionError:  # a partial was asked of a node that does not make one
+                continue
+    assert bound <= least < float("inf")
+
+
+def test_equals_the_balanced_time_where_everything_can_be_split() -> None:
+    """Alike nodes, no intercepts: A / sum(speed)."""
+    bound = Bound((((Line((0.0,) * 3, (1.0, 2.0, 4.0)),), 10),), (2, 1, 1))
+    assert bound.seconds(best_weights(bound)) == pytest.approx(10 / (1 + 1 + 1 / 2 + 1 / 4))
+
+
+def test_more_devices_of_a_kind_enter_as_a_count() -> None:
+    found = mlp(batch=64, width=64)
+    for count in (1, 4):
+        facts = Facts(found.graph, found.strategies, cluster(*[(10.0, "1GB")] * count), "adamw")
+        assert make_bound(facts).counts == (count,)

@@ -19,7 +19,7 @@ from hap.codegen.program import Call, Convert, Held, Instruction, Program, RankD
 from hap.codegen.text import INDENT, WIDTH, Bracket, Text, call, entry, literal, quoted, statement, subscript
 from hap.graph import Value
 from hap.ops import resolve
-from hap.placement import LocalSize, Partial, Shard
+from hap.placement import LocalSize, LocalStart, Partial, Shard
 from hap.plan import Plan
 
 _LOCAL = {"parameter": "p", "buffer": "p", "constant": "p", "input": "x"}
@@ -276,7 +276,8 @@ class _Body:
             return leaf.node
         if isinstance(leaf, RankDevice):
             return "comm.device"
-        mine = f"{self.file.constant[leaf.group]}[rank]"
+        constant = self.file.constant[leaf.group]
+        mine = f"sum({constant}[:rank])" if isinstance(leaf, LocalStart) else f"{constant}[rank]"
         return mine if leaf.scale == 1 else f"{leaf.scale} * {mine}"
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from hap.attention import attention, attention_backward
+from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
+from hap.dropout import dropout
 from hap.errors import ProgramError
 
 # A view runs as a reshape: a graph's values have shapes and no strides, and what resharding leaves is contiguous, so
@@ -15,6 +17,11 @@ from hap.errors import ProgramError
 _OWN: dict[str, Callable[..., Any]] = {
     "hap.attention.default": attention,
     "hap.attention_backward.default": attention_backward,
+    "hap.batch_norm.default": batch_norm,
+    "hap.batch_norm_backward.default": batch_norm_backward,
+    "hap.batch_norm_squares.default": batch_norm_squares,
+    "hap.batch_norm_sums.default": batch_norm_sums,
+    "hap.dropout.default": dropout,
     "aten.view.default": torch.ops.aten.reshape.default,
 }
 

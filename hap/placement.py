@@ -88,6 +88,14 @@ class LocalSize:
         return self.scale * sizes[self.group][rank]
 
 
+@dataclass(frozen=True)
+class LocalStart(LocalSize):
+    """A position literal that differs by rank: ``scale`` times the atoms that the ranks before it hold."""
+
+    def at(self, sizes: GroupSizes, rank: int) -> int:
+        return self.scale * sum(sizes[self.group][:rank])
+
+
 def local_shape(shape: Sequence[int], placement: Placement) -> tuple[int | LocalSize, ...]:
     """The shape of a rank's piece, with the sharded extent left symbolic."""
     if not isinstance(placement, Shard):

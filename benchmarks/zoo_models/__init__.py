@@ -1,4 +1,4 @@
-"""The zoo: models that users train, each with a builder at its published size and at one that a core runs in seconds."""
+"""The zoo: models that users train, each at its published size and at one that a core runs in seconds."""
 
 from __future__ import annotations
 

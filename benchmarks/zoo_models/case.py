@@ -1,4 +1,4 @@
-"""What a builder of the zoo gives: a model with one global batch and a loss, at its published size or at a small one."""
+"""What a builder of the zoo gives: a model with one global batch and a loss, at its published or a small size."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -99,7 +101,7 @@ class UNet(nn.Module):
     def __init__(self, channels: list[int], groups: int, classes: int) -> None:
         super().__init__()
         self.inward = _block(3, channels[0], groups)
-        pairs = list(zip(channels, channels[1:], strict=False))
+        pairs = list(itertools.pairwise(channels))
         self.down = nn.ModuleList(nn.Conv2d(a, b, 2, stride=2) for a, b in pairs)
         self.left = nn.ModuleList(_block(b, b, groups) for _, b in pairs)
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in reversed(pairs))

@@ -42,7 +42,7 @@ def to_graph(
     for fx_node in trace.module.graph.nodes:
         if fx_node.op == "get_attr":
             converter.add_constant(fx_node)
-        elif fx_node.op == "call_function":
+        elif fx_node.op == "call_function" and not _is_check(fx_node):
             converter.add_call(fx_node)
     gradients, updates = {}, {}
     for fx_node, role in trace.outputs:
@@ -163,6 +163,11 @@ class _Converter:
                 continue
             kept.append((key, self._argument(value)))
         return tuple(kept)
+
+
+def _is_check(fx_node: Any) -> bool:
+    """A check of values (``one_hot`` has one) has no result, and values are not known when a program is made."""
+    return str(fx_node.target).startswith(("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata"))
 
 
 def _same_literal(a: Any, b: Any) -> bool:

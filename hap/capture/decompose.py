@@ -17,7 +17,7 @@ from hap.capture.torch_private import OpOverload, get_decompositions
 
 aten = torch.ops.aten
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_TORCHS = (  # losses with a mean inside, and their backwards
+_TORCHS = (  # losses with a mean inside, their backwards, and what the losses call
     aten.nll_loss_forward,
     aten.nll_loss2d_forward,
     aten.nll_loss2d_backward,
@@ -30,6 +30,8 @@ _TORCHS = (  # losses with a mean inside, and their backwards
     aten.binary_cross_entropy,
     aten.binary_cross_entropy_backward,
     aten.binary_cross_entropy_with_logits,
+    aten.log_sigmoid_forward,
+    aten.log_sigmoid_backward,
     aten.soft_margin_loss,
     aten.soft_margin_loss_backward,
 )

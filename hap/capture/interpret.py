@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hap.capture.dropout import SEED
 from hap.capture.inputs import input_paths
 from hap.graph import Graph, Node, Value, map_values
 from hap.ops import resolve, takes_device
@@ -40,11 +41,19 @@ def run_node(node: Node, values: Mapping[Value, torch.Tensor], device: torch.dev
 
 
 def source_values(
-    graph: Graph, model: nn.Module, example_inputs: Any, example_targets: Any = None, tangent: float = 1.0
+    graph: Graph,
+    model: nn.Module,
+    example_inputs: Any,
+    example_targets: Any = None,
+    tangent: float = 1.0,
+    seed: int = 0,
 ) -> dict[Value, torch.Tensor]:
-    """The environment of one step of ``model`` on real inputs; ``tangent`` is the loss's own gradient."""
+    """The environment of one step of ``model`` on real inputs.
+
+    ``tangent`` is the loss's own gradient, ``seed`` the step's, from which dropout draws.
+    """
     state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    inputs = dict(input_paths(example_inputs, example_targets))
+    inputs = {SEED: torch.tensor(seed), **dict(input_paths(example_inputs, example_targets))}
     env = {}
     for node in graph.nodes:
         if node.op in ("parameter", "buffer"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hap.graph import Graph, Node, TensorMeta, Value, with_inputs
 
@@ -23,8 +24,38 @@ class Rewritten:
         return found
 
 
-# A rule gives None (leave the node), another node of the same name, or the values that replace the node's outputs.
-Rule = Callable[[Node, Rewritten], Node | tuple[Value, ...] | None]
+@dataclass(frozen=True)
+class Expansion:
+    """Several nodes instead of one, and the values that replace its outputs."""
+
+    nodes: Sequence[Node]
+    values: tuple[Value, ...]
+
+
+class Spelling:
+    """Writes the nodes of an expansion, each in the phase and the module of the node that they replace."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.nodes: list[Node] = []
+        self.metas: dict[Value, TensorMeta] = {}
+
+    def call(
+        self, op: str, args: tuple[Any, ...], *outputs: TensorMeta, kwargs: tuple[tuple[str, Any], ...] = ()
+    ) -> Value:
+        """The first output of a new call."""
+        name = f"{self.node.name}_part_{len(self.nodes)}"
+        self.nodes.append(Node(name, op, args, kwargs, outputs, self.node.phase, self.node.module))
+        self.metas.update({Value(name, i): meta for i, meta in enumerate(outputs)})
+        return Value(name)
+
+    def meta(self, value: Value) -> TensorMeta:
+        return self.metas[value]
+
+
+# A rule gives None (leave the node), another node of the same name, the values that replace the node's outputs, or both
+# new nodes and those values.
+Rule = Callable[[Node, Rewritten], "Node | tuple[Value, ...] | Expansion | None"]
 
 
 def rewrite(graph: Graph, rule: Rule) -> Graph:
@@ -39,6 +70,9 @@ def rewrite(graph: Graph, rule: Rule) -> Graph:
         if any(value in renamed for value in node.inputs):
             node = with_inputs(node, rename)
         result = None if node.is_source else rule(node, done)
+        if isinstance(result, Expansion):
+            done.nodes.update({new.name: new for new in result.nodes})
+            result = result.values
         if isinstance(result, tuple):
             renamed.update((Value(node.name, i), value) for i, value in enumerate(result))
             continue

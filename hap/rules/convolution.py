@@ -1,8 +1,8 @@
 """Rules of convolutions, pooling and the normalisations of images, on (N, C, spatial...).
 
 The batch may be sharded; the spatial dims stay whole, since a window reaches over their cuts. The channels of a
-convolution, a max pool and a batch norm stay whole because a share may be zero and their kernels refuse, or die of, a
-tensor without channels. The statistics of a batch norm run over the batch, so it runs whole.
+convolution and a max pool stay whole because a share may be zero and their kernels refuse, or die of, a tensor without
+channels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hap.rules.notation import Call, Dim, Row, Rule, Scale, Slot, partial_rows, whole_slots
-from hap.rules.pointwise import whole
 
 _BATCH = 0
 
@@ -27,11 +26,6 @@ def convolution_backward(call: Call) -> Iterator[Row]:
     """``(grad, x, weight, bias_sizes, ...) -> (dx, dweight, dbias)``; linear in grad."""
     yield Row((Dim(_BATCH), Dim(_BATCH), "R"), _gradients(call))
     yield from partial_rows(call, ("PRR",))
-
-
-def batch_norm_backward(call: Call) -> Iterator[Row]:
-    """``(grad, x, weight, running_mean, running_var, mean, rstd, ...) -> (dx, dweight, dbias)``; linear in grad."""
-    yield from partial_rows(call, ("P" + "R" * (len(call.inputs) - 1),))
 
 
 def group_norm(call: Call) -> Iterator[Row]:
@@ -67,12 +61,12 @@ def _gradients(call: Call) -> tuple[Slot | None, ...]:
 RULES: Mapping[str, Rule] = {
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_backward,
-    "aten._native_batch_norm_legit_functional.default": whole,
-    "aten.native_batch_norm_backward.default": batch_norm_backward,
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.max_pool2d_with_indices.default": pool(linear=False),
     "aten.max_pool2d_with_indices_backward.default": pool(linear=True),
     "aten.avg_pool2d.default": pool(linear=True),
     "aten.avg_pool2d_backward.default": pool(linear=True),
+    "aten._adaptive_avg_pool2d.default": pool(linear=True),
+    "aten._adaptive_avg_pool2d_backward.default": pool(linear=True),
 }

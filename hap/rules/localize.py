@@ -7,10 +7,10 @@ from typing import Any
 
 from hap.errors import PlanError
 from hap.graph import Graph, Node, TensorMeta
-from hap.placement import PARTIAL, REPLICATE, LocalSize, Placement, Shard, local_shape
+from hap.placement import PARTIAL, REPLICATE, LocalSize, LocalStart, Placement, Shard, local_shape
 from hap.plan import Strategy
 from hap.rules.choices import batch_size, replicated
-from hap.rules.notation import Atom, Call, Dim, Row, Scale, Shape, Slot, base_atom, make_call, scale_atom
+from hap.rules.notation import Atom, Call, Dim, Place, Row, Scale, Shape, Slot, base_atom, make_call, scale_atom
 from hap.rules.table import DEFAULT_TABLE, RuleTable, call_rows
 
 Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
@@ -98,6 +98,10 @@ def _edited(call: Call, row: Row, strategy: Strategy, shard: Shard | None) -> Ar
                 meta, placement = call.outputs[output], strategy.outputs[output]
                 assert meta is not None and placement is not None
                 put(where, local_shape(meta.shape, placement))
+            case Place(where):
+                piece = strategy.outputs[0]
+                assert isinstance(piece, Shard), f"{call.node.op}: {row} places an output that is not sharded"
+                put(where, (piece.dim, piece.outer, piece.n, piece.unit, LocalStart(piece.group, 1)))
             case Scale(where):
                 assert shard is not None, f"{call.node.op}: {row} scales without a sharded dim"
                 old = args[where] if isinstance(where, int) else kwargs[where]

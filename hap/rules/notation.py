@@ -16,7 +16,8 @@ and ``a*o * n * b*u`` is the dim's size. Examples:
 
 *Edits* name the literals that become local: ``Shape(arg, output)`` replaces a size list by the local shape of an
 output, ``Scale(arg)`` replaces a number (or each of a list) that counts whole atoms, ``k * n``, by ``k * sizes[rank]``.
-``arg`` is a position in ``args`` or a key of ``kwargs``.
+``Place(arg)`` tells an operator which piece of the whole it works on. ``arg`` is a position in ``args`` or a key of
+``kwargs``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,14 @@ class Scale:
     arg: int | str
 
 
-Edit = Shape | Scale
+@dataclass(frozen=True)
+class Place:
+    """None at ``arg`` becomes ``(dim, outer, n, unit, start)``: which piece of output 0 the rank has."""
+
+    arg: int
+
+
+Edit = Shape | Scale | Place
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ def _run(
 
     def concrete(tree: Any) -> Any:
         if isinstance(tree, LocalSize):
-            return tree.scale * sizes[rank]
+            return tree.at({tree.group: sizes}, rank)
         return tuple(map(concrete, tree)) if isinstance(tree, tuple) else in_float64(tree)
 
     args, kwargs = arguments

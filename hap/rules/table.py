@@ -16,10 +16,34 @@ import torch
 
 from hap.errors import MissingRuleError, RuleError
 from hap.graph import Graph, Node
-from hap.rules import attention, convolution, indexing, matmul, normalisation, parts, pointwise, reduction, view
+from hap.rules import (
+    attention,
+    batch_norm,
+    convolution,
+    dropout,
+    indexing,
+    matmul,
+    normalisation,
+    parts,
+    pointwise,
+    reduction,
+    view,
+)
 from hap.rules.notation import Call, Einsum, Row, Rule, Slot, literal_key, make_call, partial_rows
 
-_FAMILIES = (attention, convolution, indexing, matmul, normalisation, parts, pointwise, reduction, view)
+_FAMILIES = (
+    attention,
+    batch_norm,
+    convolution,
+    dropout,
+    indexing,
+    matmul,
+    normalisation,
+    parts,
+    pointwise,
+    reduction,
+    view,
+)
 BUILTIN: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 
 

@@ -106,7 +106,7 @@ def _ranks(plan: Plan, cluster: ClusterSpec | None) -> list[str]:
     if any(u.group is not None for u in parameter_uses(plan)):
         whole = max(whole, _parameter_bytes(plan))
     for rank, device in enumerate(plan.devices):
-        batch = "-" if group is None else f"{plan.groups[group].sizes[rank]} of {plan.groups[group].n}"
+        batch = "all" if group is None else f"{plan.groups[group].sizes[rank]} of {plan.groups[group].n}"
         held = _kind(plan, rank, "parameters")
         memory = quantity(predicted.memory_bytes[rank], "B")
         if cluster is not None:

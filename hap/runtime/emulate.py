@@ -47,7 +47,7 @@ def measure_host() -> HostRate:
     """Probe the calling thread for half a second. The best of several runs: a busy neighbour only makes runs slower.
 
     The matmul has a transformer's shape (1024 x 256 @ 256 x 1024), the stream a tensor larger than the caches. A call
-    is made as a program makes it, with the view that often goes before, on a tensor so small that only dispatch remains.
+    is made as a program makes it, with the view that often goes before, on a tensor so small that only dispatch counts.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,1 +1,1 @@
-"""Everything that is timed, and the testbed that it is timed on. See ``benchmarks.common`` and ``benchmarks.testbed``."""
+"""What is timed, and the testbed that it is timed on. See ``benchmarks.common`` and ``benchmarks.testbed``."""

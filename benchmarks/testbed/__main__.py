@@ -100,9 +100,8 @@ def status(given: argparse.Namespace) -> int:
     reason = network.missing()
     controller = cgroup.find()
     print(f"network namespaces: {'yes' if reason is None else reason}")
-    print(
-        f"cpu cgroup: {f'v{controller.version}, a quota holds the {controller.holds}' if controller else 'none to write'}"
-    )
+    group = f"v{controller.version}, a quota holds the {controller.holds}" if controller else "none that it can write"
+    print(f"cpu cgroup: {group}")
     return 0
 
 

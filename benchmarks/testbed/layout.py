@@ -13,12 +13,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hap.cluster import ClusterSpec, Link
 from hap.hosts import DuplexSpec
-from hap.runtime.emulate import HostRate, emulated_cluster, slowdowns
 from hap.units import format_rate, format_time
+
+if TYPE_CHECKING:
+    from hap.runtime.emulate import HostRate
 
 Mode = Literal["deadline", "quota"]
 
@@ -46,7 +48,7 @@ class HostLayout:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where one rank runs. ``slowdown``: how many times longer its compute takes than on a whole core of this machine."""
+    """Where one rank runs. ``slowdown``: how many times longer its compute takes than on a core of this machine."""
 
     rank: int
     local_rank: int
@@ -68,6 +70,8 @@ class Layout:
     @classmethod
     def of(cls, cluster: ClusterSpec, mode: Mode, bed_id: str, cores: Sequence[int] | None = None) -> Layout:
         """ClusterError if a device does not give the float32 rate by which its slow-down is told."""
+        from hap.runtime.emulate import slowdowns  # imports torch, which `down` and `status` need not wait for
+
         cores = tuple(sorted(os.sched_getaffinity(0)) if cores is None else cores)
         factors = slowdowns(cluster, float(len(cores)))
         address = {h.name: f"10.77.{i // 250}.{i % 250 + 1}" for i, h in enumerate(cluster.hosts)}
@@ -140,6 +144,8 @@ class Layout:
 def played(cluster: ClusterSpec, host: HostRate, inside: Link, latency_s: float = LATENCY_S) -> ClusterSpec:
     """The cluster that ranks on this bed really have, for a planner: this machine's core divided by each rank's
     slow-down, links of ``GOODPUT`` times the nominal rates, ``inside`` (measured) between ranks of one host."""
+    from hap.runtime.emulate import emulated_cluster
+
     compute = emulated_cluster(cluster, host, inside)
     hosts = []
     for given, own in zip(cluster.hosts, compute.hosts, strict=True):

@@ -17,9 +17,10 @@ import os
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from hap.runtime.emulate import Throttle
+if TYPE_CHECKING:
+    from hap.runtime.emulate import Throttle
 
 _SPIN_S = 0.2e-3  # the end of a wait is spun: a sleep may end this much late
 _CARRY_S = 1e-3  # a section that began late because the one before overran by up to this still ends on time
@@ -142,4 +143,6 @@ def deadline(nominal_s: Sequence[float] | None = None) -> Deadline:
 
 def throttle() -> Throttle:
     """The same by CPU time, for programs whose steps differ."""
+    from hap.runtime.emulate import Throttle
+
     return Throttle(own_slowdown())

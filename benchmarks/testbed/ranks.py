@@ -15,11 +15,12 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import IO, Any
@@ -28,6 +29,7 @@ from benchmarks.testbed import cgroup, network
 from benchmarks.testbed.errors import RankError
 
 WARM = ("torch", "torch.distributed", "numpy", "hap.api", "benchmarks.testbed.ranks")
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a namespace has no name server, and c10d would say so for every socket
 ECHO_S = 0.3  # after a failure: how long other ranks have to say that they failed too
 SWEEP_S = 0.05  # how often threads born in a quota's group are let out of it
 END_S = 3.0  # a command asked to end has this long
@@ -91,12 +93,16 @@ def run_function(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(WARM))
+    with _environment(QUIET):  # the server's, so its children's: torch reads it once, when loaded
+        forkserver.ensure_running()
     ends: list[Connection] = []
     processes: list[BaseProcess] = []
     try:
         for seat in seats:
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_main, args=(theirs, seat, function, args, timeout), daemon=True)
+            process: BaseProcess = context.Process(
+                target=_main, args=(theirs, seat, function, args, timeout), daemon=True
+            )
             process.start()
             theirs.close()
             ends.append(ours)
@@ -214,7 +220,7 @@ def _start(seat: Seat, argv: Sequence[str]) -> subprocess.Popen[bytes]:
     inside = [] if seat.namespace is None else ["nsenter", f"--net={network.RUN / seat.namespace}"]
     return subprocess.Popen(
         [*inside, *argv],
-        env={**os.environ, "PYTHONUNBUFFERED": "1", **seat.environment},
+        env={**os.environ, **QUIET, "PYTHONUNBUFFERED": "1", **seat.environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -310,6 +316,13 @@ class _Lines:
         return "\n".join(self.text.splitlines()[-TAIL_LINES:])
 
 
-def python(*arguments: str) -> list[str]:
-    """An argv that runs this interpreter."""
-    return [sys.executable, *arguments]
+@contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in extra}
+    os.environ.update(extra)
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value

@@ -1,0 +1,96 @@
+"""Deadlines, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.testbed import pace as module
+from benchmarks.testbed.pace import Deadline
+
+
+@dataclass
+class Clock:
+    """Stands in for ``time``: sleeping and working move it."""
+
+    now: float = 0.0
+    cpu: float = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-9  # so that a spin ends
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def work(self, seconds: float, waiting: float = 0.0) -> None:
+        self.cpu += seconds
+        self.now += seconds + waiting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "_SPIN_S", 1e-6)
+    return clock
+
+
+def test_recording_does_not_stretch_and_keeps_the_least_of_each_section(clock: Clock) -> None:
+    pace = Deadline(2.0)
+    for first, second in ((0.010, 0.050), (0.030, 0.020)):
+        with pace.step():
+            clock.work(first, waiting=1.0)
+            pace.settle()
+            pace.resume()
+            clock.work(second)
+    assert pace.hold() == pytest.approx((0.010, 0.020))
+    assert clock.now == pytest.approx(2.110, abs=1e-6)
+
+
+def test_a_held_section_takes_nominal_times_slowdown_whatever_it_really_took(clock: Clock) -> None:
+    pace = Deadline(2.0, nominal_s=[0.010, 0.020])
+    for real in (0.001, 0.015):
+        start = clock.now
+        with pace.step():
+            clock.work(real)
+            pace.settle()
+            clock.now += 0.5  # on the wire
+            pace.resume()
+            clock.work(real)
+        assert clock.now - start == pytest.approx(0.020 + 0.5 + 0.040, abs=1e-5)
+    assert (pace.sections, pace.missed) == (4, 0)
+
+
+def test_real_work_that_does_not_fit_is_counted(clock: Clock) -> None:
+    pace = Deadline(2.0, nominal_s=[0.010])
+    with pace.step():
+        clock.work(0.025)
+    assert (pace.sections, pace.missed) == (1, 1)
+    assert pace.late_s == pytest.approx(0.005, abs=1e-6)
+
+
+def test_a_section_catches_up_a_millisecond_at_most(clock: Clock) -> None:
+    pace = Deadline(1.0, nominal_s=[0.010, 0.010])
+    with pace.step():
+        clock.work(0.015)
+        pace.settle()
+        pace.resume()
+        clock.work(0.001)
+    assert clock.now == pytest.approx(0.015 + 0.009, abs=1e-5)
+
+
+def test_steps_with_other_sections_are_refused(clock: Clock) -> None:
+    pace = Deadline(1.0, nominal_s=[0.010])
+    with pytest.raises(AssertionError, match="more than its 1 sections"), pace.step():
+        pace.settle()
+        pace.resume()
+
+
+def test_a_device_faster_than_this_machine_is_refused() -> None:
+    with pytest.raises(AssertionError, match="cannot play"):
+        Deadline(0.5)

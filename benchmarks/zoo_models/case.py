@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 Size = Literal["real", "small"]
 
@@ -36,15 +37,32 @@ class ZooModel:
             return self.make(size)
 
 
+class Float64(TorchFunctionMode):
+    """While active, what asks for float32 gets float64: some models normalise in float32 whatever their own dtype."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(_wider, args), **{k: _wider(v) for k, v in (kwargs or {}).items()})
+
+
+def _wider(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
 class Output(nn.Module):
-    """A Hugging Face model whose output is one tensor: the loss is then ours, in the model's own dtype."""
+    """A Hugging Face model whose output is one tensor: the loss is then ours, in the model's own dtype.
+
+    A model in float64 runs in float64 throughout.
+    """
 
     def __init__(self, model: nn.Module, name: str = "logits", **constants: Any) -> None:
         super().__init__()
         self.model, self.name, self.constants = model, name, constants
 
     def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = getattr(self.model(**inputs, **self.constants), self.name)
+        wide = next(self.parameters()).dtype == torch.float64
+        with Float64() if wide else contextlib.nullcontext():
+            found: torch.Tensor = getattr(self.model(**inputs, **self.constants), self.name)
         return found
 
 

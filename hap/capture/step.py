@@ -17,6 +17,7 @@ import torch.fx.traceback
 from torch import nn
 
 from hap.capture.inputs import StepInputs
+from hap.capture.recurrent import LayerByLayer
 from hap.errors import CaptureError
 
 MODULE_KEY = "hap_module"  # under node.meta["custom"]
@@ -51,7 +52,8 @@ class Step(nn.Module):
         state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state.update(buffers)
-        output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
+        with LayerByLayer():
+            output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
         for name, buffer in buffers.items():
             _write_back(name, buffer, state[name])
         return find_loss(output, loss_fn, call.targets)

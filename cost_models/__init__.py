@@ -1,7 +1,7 @@
 """What a plan costs: seconds of operators and collectives, bytes of memory, and the evaluation of a whole choice.
 
 ``work`` counts what an operator does, ``compute`` turns that into seconds on a device, ``collective`` gives seconds on
-the cluster's links, ``memory`` follows the live bytes, ``evaluate`` puts them together.
+the cluster's links, ``memory`` follows the live bytes, ``evaluate`` puts them together, ``timeline`` plays the step.
 """
 
 from hap.cost_models.collective import (
@@ -19,8 +19,10 @@ from hap.cost_models.compute import (
     parts_seconds,
     split_work,
 )
-from hap.cost_models.evaluate import ConversionCost, Evaluation, evaluate, update_seconds
+from hap.cost_models.evaluate import Evaluation, evaluate, update_seconds
 from hap.cost_models.memory import MemoryUse, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.sequence import ConversionCost
+from hap.cost_models.timeline import Span, Timeline, simulate
 from hap.cost_models.work import Work, node_work
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "ConversionCost",
     "Evaluation",
     "MemoryUse",
+    "Span",
+    "Timeline",
     "Work",
     "best_decomposition",
     "collective_coefficients",
@@ -42,6 +46,7 @@ __all__ = [
     "optimizer_state_bytes",
     "parts_coefficients",
     "parts_seconds",
+    "simulate",
     "split_work",
     "update_seconds",
     "usable_bytes",

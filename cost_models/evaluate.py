@@ -3,45 +3,34 @@
 The step is bulk-synchronous. Collectives cut the program, in its order, into stages; nobody passes a collective before
 all have reached it, so a stage lasts as long as its slowest rank, and
 
-    step_s = sum over stages of max over ranks of compute + sum of collectives + slowest rank's optimizer update
+    step_s = sum over stages of max over ranks of compute + sum of collectives
 
-Slices are local and count as compute. A conversion runs just before its first reader; that of a result (loss, gradient,
-buffer update) as soon as the value exists. Nothing overlaps. Each conversion takes the fastest decomposition.
+where the last stage ends with the optimizer's update (no rank waits before it). Nothing overlaps; ``timeline`` plays
+what does. Each conversion takes the fastest decomposition; ``sequence`` says in which order all of it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
-from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
-from hap.cost_models.compute import DEFAULT_MODEL, ComputeModel, ComputeTable, split_work
+from hap.cost_models.compute import DEFAULT_MODEL, ComputeModel
 from hap.cost_models.memory import MemoryUse, local_bytes, memory_use, optimizer_state_bytes, usable_bytes
-from hap.cost_models.work import node_work
+from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
 from hap.fabric import Array
 from hap.graph import Graph, Node, Value
-from hap.placement import GroupSizes, Placement
+from hap.placement import GroupSizes
 from hap.plan import Conversion, Prediction, Strategy
-
-
-@dataclass(frozen=True)
-class ConversionCost:
-    """One conversion as it would be performed. ``nbytes`` is the size of the whole value."""
-
-    need: Need
-    decomposition: str
-    seconds: float
-    nbytes: int
 
 
 @dataclass(frozen=True)
 class Evaluation:
     """Seconds of one step and bytes at each rank's peak. ``compute_s[rank]`` has the update, no waiting; ``stages_s``
-    is what the stages take, so ``step_s == stages_s + communication_s + update_s``."""
+    is what the stages take without it, ``update_s`` what it adds; with ``communication_s`` they sum to ``step_s``."""
 
     step_s: float
     compute_s: tuple[float, ...]
@@ -120,16 +109,18 @@ def evaluate(
     """
     if needs is None:
         needs = find_needs(graph, strategies, regather=regather)
-    costs = _Pricer(graph, sizes, cluster).price(needs)
-    compute, stages = _stages(graph, strategies, sizes, cluster, costs, model)
+    costs = Pricer(graph, sizes, cluster).price(needs)
+    items = sequence(graph, strategies, sizes, cluster, costs, model)
+    compute, stages, last = _stages(items, cluster.world_size)
     update = update_seconds(graph, strategies, sizes, cluster, optimizer, model)
     communication = sum(c.seconds for c in costs if c.need.collective != "slice")
+    ending = float((last + update).max())
     return Evaluation(
-        step_s=stages + communication + float(update.max()),
+        step_s=stages + communication + ending,
         compute_s=tuple(float(s) for s in compute + update),
-        stages_s=stages,
+        stages_s=stages + float(last.max()),
         communication_s=communication,
-        update_s=float(update.max()),
+        update_s=ending - float(last.max()),
         conversions=costs,
         memory=memory_use(graph, strategies, sizes, needs, cluster.world_size, optimizer),
         usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
@@ -137,70 +128,16 @@ def evaluate(
     )
 
 
-@dataclass(frozen=True)
-class _Pricer:
-    """Prices conversions; equal ones (a layer repeated) once."""
-
-    graph: Graph
-    sizes: GroupSizes
-    cluster: ClusterSpec
-    _known: dict[tuple[int, Placement, Placement], tuple[str, float]] = field(default_factory=dict)
-
-    def price(self, needs: Sequence[Need]) -> tuple[ConversionCost, ...]:
-        return tuple(self._price(need) for need in needs)
-
-    def _price(self, need: Need) -> ConversionCost:
-        nbytes = self.graph.meta(need.value).nbytes
-        key = (nbytes, need.source, need.target)
-        if key not in self._known:
-            args = (need.collective, nbytes, need.source, need.target, self.sizes, self.cluster)
-            self._known[key] = best_decomposition(*args)
-        return ConversionCost(need, *self._known[key], nbytes)
-
-
-def _stages(
-    graph: Graph,
-    strategies: Mapping[str, Strategy],
-    sizes: GroupSizes,
-    cluster: ClusterSpec,
-    costs: Sequence[ConversionCost],
-    model: ComputeModel,
-) -> tuple[Array, float]:
-    """(compute seconds of every rank, seconds of the stages one after another)."""
-    table, rho = ComputeTable(cluster.devices, model), _group_shares(sizes)
-    ones = np.ones(cluster.world_size)
-    at: dict[str, list[ConversionCost]] = {}
-    for cost in costs:
-        at.setdefault(cost.need.before or f"after {cost.need.value.node}", []).append(cost)
-    total, stage, stages = np.zeros(cluster.world_size), np.zeros(cluster.world_size), 0.0
-
-    def convert(moment: str) -> None:
-        nonlocal total, stage, stages
-        for cost in at.get(moment, ()):
-            if cost.need.collective == "slice":
-                stage = stage + _slice_seconds(cost, sizes, cluster)
-            else:
-                stages += float(stage.max())
-                total, stage = total + stage, np.zeros(cluster.world_size)
-
-    for node in graph.nodes:
-        convert(node.name)
-        if not node.is_source:
-            parts = split_work(node_work(graph, node), strategies[node.name])
-            stage = stage + table.seconds(parts, ones if parts.group is None else rho[parts.group])
-        convert(f"after {node.name}")
-    return total + stage, stages + float(stage.max())
-
-
-def _group_shares(sizes: GroupSizes) -> dict[str, Array]:
-    return {group: np.array(s, dtype=np.float64) / sum(s) for group, s in sizes.items()}
-
-
-def _slice_seconds(cost: ConversionCost, sizes: GroupSizes, cluster: ClusterSpec) -> Array:
-    need = cost.need
-    form = collective_coefficients("slice", cost.decomposition, cost.nbytes, need.source, need.target, cluster)
-    n = cluster.world_size
-    return form.stages[0].rows(shares(need.source, sizes, n), shares(need.target, sizes, n))
+def _stages(items: Iterable[Local | ConversionCost], world_size: int) -> tuple[Array, float, Array]:
+    """(compute seconds of every rank, seconds of the stages that a collective ended, the last stage by rank)."""
+    total, stage, stages = np.zeros(world_size), np.zeros(world_size), 0.0
+    for item in items:
+        if isinstance(item, Local):
+            stage = stage + item.seconds
+        else:
+            stages += float(stage.max())
+            total, stage = total + stage, np.zeros(world_size)
+    return total + stage, stages, stage
 
 
 def update_seconds(

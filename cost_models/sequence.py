@@ -1,0 +1,103 @@
+"""One step as a sequence: what every rank does by itself, and the collectives in between, in the program's order.
+
+A conversion runs just before its first reader; that of a result (loss, gradient, buffer update) as soon as the value
+exists. Slices are local, so they are work of each rank. The optimizer's update comes last. ``evaluate`` adds the
+sequence up, ``timeline`` plays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.conversion import Need
+from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
+from hap.cost_models.compute import ComputeModel, ComputeTable, split_work
+from hap.cost_models.work import node_work
+from hap.fabric import Array
+from hap.graph import Graph
+from hap.placement import GroupSizes, Placement
+from hap.plan import Strategy
+
+
+@dataclass(frozen=True)
+class ConversionCost:
+    """One conversion as it would be performed. ``nbytes`` is the size of the whole value."""
+
+    need: Need
+    decomposition: str
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """Work that every rank does by itself: ``seconds`` (N,). ``kind``: forward, backward, slice or update."""
+
+    name: str
+    kind: str
+    seconds: Array
+
+
+@dataclass(frozen=True)
+class Pricer:
+    """Prices conversions by their fastest decomposition; equal ones (a layer repeated) once."""
+
+    graph: Graph
+    sizes: GroupSizes
+    cluster: ClusterSpec
+    _known: dict[tuple[int, Placement, Placement], tuple[str, float]] = field(default_factory=dict)
+
+    def price(self, needs: Sequence[Need]) -> tuple[ConversionCost, ...]:
+        return tuple(self._price(need) for need in needs)
+
+    def _price(self, need: Need) -> ConversionCost:
+        nbytes = self.graph.meta(need.value).nbytes
+        key = (nbytes, need.source, need.target)
+        if key not in self._known:
+            args = (need.collective, nbytes, need.source, need.target, self.sizes, self.cluster)
+            self._known[key] = best_decomposition(*args)
+        return ConversionCost(need, *self._known[key], nbytes)
+
+
+def sequence(
+    graph: Graph,
+    strategies: Mapping[str, Strategy],
+    sizes: GroupSizes,
+    cluster: ClusterSpec,
+    costs: Sequence[ConversionCost],
+    model: ComputeModel,
+) -> Iterator[Local | ConversionCost]:
+    """The step without its update; views, which take no time, are left out."""
+    table = ComputeTable(cluster.devices, model)
+    rho = {group: np.array(s, dtype=np.float64) / sum(s) for group, s in sizes.items()}
+    ones = np.ones(cluster.world_size)
+    at: dict[str, list[ConversionCost]] = {}
+    for cost in costs:
+        at.setdefault(cost.need.before or f"after {cost.need.value.node}", []).append(cost)
+
+    def convert(moment: str) -> Iterator[Local | ConversionCost]:
+        for cost in at.get(moment, ()):
+            if cost.need.collective == "slice":
+                yield Local(f"slice {cost.need.value}", "slice", _slice_seconds(cost, sizes, cluster))
+            else:
+                yield cost
+
+    for node in graph.nodes:
+        yield from convert(node.name)
+        if not node.is_source:
+            parts = split_work(node_work(graph, node), strategies[node.name])
+            if parts.op_class != "view":
+                seconds = table.seconds(parts, ones if parts.group is None else rho[parts.group])
+                yield Local(node.name, node.phase, seconds)
+        yield from convert(f"after {node.name}")
+
+
+def _slice_seconds(cost: ConversionCost, sizes: GroupSizes, cluster: ClusterSpec) -> Array:
+    need = cost.need
+    form = collective_coefficients("slice", cost.decomposition, cost.nbytes, need.source, need.target, cluster)
+    n = cluster.world_size
+    return form.stages[0].rows(shares(need.source, sizes, n), shares(need.target, sizes, n))

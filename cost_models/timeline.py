@@ -1,0 +1,184 @@
+"""An event simulation of one step: every rank's compute stream, and the stream of collectives that all ranks share.
+
+    a collective starts when every rank has reached it and the one before it has ended     (the last arrival decides)
+    blocking:    no rank goes on before it has ended
+    overlapped:  it is issued as soon as its value exists; ranks go on, and wait for it where its first reader stands
+                 (that of a result: at the update)
+
+``evaluate`` is the same with nothing overlapped: the two agree to rounding. Every span knows the span that let it
+start, so the critical path is followed backwards from the last end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.conversion import Need, find_needs
+from hap.cost_models.compute import DEFAULT_MODEL, ComputeModel
+from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
+from hap.cost_models.work import is_view
+from hap.fabric import Array
+from hap.graph import Graph
+from hap.placement import GroupSizes
+from hap.plan import Strategy
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that lasts from ``start_s`` to ``end_s``. ``rank`` is None for a collective, in which all take part;
+    ``after`` is the index of the span whose end let this one start, None at the beginning."""
+
+    rank: int | None
+    stream: Literal["compute", "communication"]
+    name: str
+    kind: str  # forward, backward, slice, update, or the collective
+    start_s: float
+    end_s: float
+    after: int | None
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step. Per rank: ``busy_s`` computing, ``exposed_s`` held up by a collective that is running, ``idle_s``
+    waiting for others (the rest); the three add up to ``step_s``."""
+
+    spans: tuple[Span, ...]
+    devices: tuple[str, ...]
+    step_s: float
+    busy_s: tuple[float, ...]
+    exposed_s: tuple[float, ...]
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        return tuple(self.step_s - b - e for b, e in zip(self.busy_s, self.exposed_s, strict=True))
+
+    @property
+    def critical_path(self) -> tuple[Span, ...]:
+        """From the beginning to the end without a gap: shortening none of these leaves the step as long as it is."""
+        last = max(range(len(self.spans)), key=lambda i: (self.spans[i].end_s, -i), default=None)
+        path: list[Span] = []
+        while last is not None:
+            path.append(self.spans[last])
+            last = self.spans[last].after
+        return tuple(reversed(path))
+
+
+def simulate(
+    graph: Graph,
+    strategies: Mapping[str, Strategy],
+    sizes: GroupSizes,
+    cluster: ClusterSpec,
+    *,
+    needs: Sequence[Need] | None = None,
+    optimizer: str = "adamw",
+    overlapped: Collection[Need] = (),
+    model: ComputeModel = DEFAULT_MODEL,
+) -> Timeline:
+    """Play one step. ``overlapped`` are the needs (of ``find_needs``) whose collectives run beside compute; the rest
+    block. Errors are those of ``evaluate``."""
+    needs = find_needs(graph, strategies) if needs is None else needs
+    costs = Pricer(graph, sizes, cluster).price(needs)
+    items = list(sequence(graph, strategies, sizes, cluster, costs, model))
+    update = update_seconds(graph, strategies, sizes, cluster, optimizer, model)
+    player = _Player(cluster.world_size)
+    asynchronous = _issues(graph, costs, frozenset(overlapped))
+    player.issue(asynchronous.get("", ()))
+    for item in items:
+        if isinstance(item, ConversionCost):
+            if item.need not in player.pending:
+                player.block(item)
+            elif item.need.before:
+                player.wait(item.need)
+        else:
+            player.compute(item)
+            player.issue(asynchronous.get(item.name, ()))
+    player.wait_for_all()
+    player.compute(Local("optimizer", "update", update))
+    return player.finish(tuple(d.name for d in cluster.devices))
+
+
+def _issues(
+    graph: Graph, costs: Sequence[ConversionCost], overlapped: frozenset[Need]
+) -> dict[str, list[ConversionCost]]:
+    """The overlapped collectives by the node after which they are issued; "" for those of sources. A value that a view
+    gives exists when the node that made its memory has run."""
+    found: dict[str, list[ConversionCost]] = {}
+    for cost in costs:
+        if cost.need in overlapped and cost.need.collective != "slice":
+            node = graph.by_name[cost.need.value.node]
+            while is_view(node):
+                node = graph.by_name[node.inputs[0].node]
+            found.setdefault("" if node.is_source else node.name, []).append(cost)
+    return found
+
+
+@dataclass
+class _Player:
+    """The clocks: ``free`` (N,) when each rank's compute stream is next free, ``wire`` when the collectives' is."""
+
+    world_size: int
+    spans: list[Span] = field(default_factory=list)
+    pending: dict[Need, int] = field(default_factory=dict)  # overlapped and not yet waited for -> its span
+    wire: float = 0.0
+    last_wire: int | None = None  # the span that set ``wire``
+
+    def __post_init__(self) -> None:
+        self.free: Array = np.zeros(self.world_size)
+        self.last: list[int | None] = [None] * self.world_size  # the span that set free[rank]
+        self.busy: Array = np.zeros(self.world_size)
+        self.exposed: Array = np.zeros(self.world_size)
+
+    def compute(self, item: Local) -> None:
+        for rank, seconds in enumerate(item.seconds.tolist()):
+            if seconds > 0:
+                start = float(self.free[rank])
+                self.spans.append(Span(rank, "compute", item.name, item.kind, start, start + seconds, self.last[rank]))
+                self.free[rank], self.last[rank] = start + seconds, len(self.spans) - 1
+                self.busy[rank] += seconds
+
+    def issue(self, costs: Sequence[ConversionCost]) -> None:
+        for cost in costs:
+            self.pending[cost.need] = self._run(cost)
+
+    def block(self, cost: ConversionCost) -> None:
+        self._hold(self._run(cost))
+
+    def wait(self, need: Need) -> None:
+        self._hold(self.pending.pop(need))
+
+    def wait_for_all(self) -> None:
+        for need in list(self.pending):
+            self.wait(need)
+
+    def _run(self, cost: ConversionCost) -> int:
+        """Put a collective on the wire; the index of its span."""
+        slowest = int(self.free.argmax())
+        arrival = float(self.free[slowest])
+        start, after = (arrival, self.last[slowest]) if arrival >= self.wire else (self.wire, self.last_wire)
+        name, kind = str(cost.need.value), cost.need.collective
+        self.spans.append(Span(None, "communication", name, kind, start, start + cost.seconds, after))
+        self.wire, self.last_wire = start + cost.seconds, len(self.spans) - 1
+        return self.last_wire
+
+    def _hold(self, index: int) -> None:
+        """Every rank goes on when the collective has ended, if it is not later anyway."""
+        span = self.spans[index]
+        for rank in range(self.world_size):
+            at = float(self.free[rank])
+            if at < span.end_s:
+                self.exposed[rank] += span.end_s - max(at, span.start_s)
+                self.free[rank], self.last[rank] = span.end_s, index
+
+    def finish(self, devices: tuple[str, ...]) -> Timeline:
+        step_s = max(float(self.free.max(initial=0.0)), self.wire)
+        return Timeline(tuple(self.spans), devices, step_s, tuple(self.busy.tolist()), tuple(self.exposed.tolist()))

@@ -29,6 +29,8 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float, site: int, shard: Pla
     """x with each element zeroed with probability p, and the others divided by 1 - p; x's shape and dtype."""
     if p >= 1:
         return torch.zeros_like(x)
+    if p == 0:
+        return x.clone()
     return torch.where(keep_mask(x.shape, seed, p, site, shard), x * (1 / (1 - p)), 0.0)
 
 

@@ -18,7 +18,7 @@ def gpt2(size: Size) -> Case:
 
     small = {"n_layer": 2, "n_head": 6, "n_embd": 48, "vocab_size": SMALL_VOCABULARY, "n_positions": 16}
     model = Output(GPT2LMHeadModel(GPT2Config(**(small if size == "small" else {}))), use_cache=False)
-    vocabulary, shape = (50257, (32, 1024)) if size == "real" else (SMALL_VOCABULARY, (SMALL_BATCH, SMALL_LENGTH))
+    vocabulary, shape = (50257, (8, 1024)) if size == "real" else (SMALL_VOCABULARY, (SMALL_BATCH, SMALL_LENGTH))
     ids = tokens(vocabulary, *shape)
     return Case(model, {"input_ids": ids}, next_token_loss, ids)
 
@@ -57,7 +57,7 @@ def llama(size: Size) -> Case:
         shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3}
         shape |= {"intermediate_size": 80, "vocab_size": SMALL_VOCABULARY, "max_position_embeddings": 32}
     model = Output(LlamaForCausalLM(LlamaConfig(**shape)), use_cache=False)
-    ids = tokens(shape["vocab_size"], *((16, 2048) if size == "real" else (SMALL_BATCH, SMALL_LENGTH)))
+    ids = tokens(shape["vocab_size"], *((4, 1024) if size == "real" else (SMALL_BATCH, SMALL_LENGTH)))
     return Case(model, {"input_ids": ids}, next_token_loss, ids)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
+from hap.capture.dropout import SEED
 from hap.capture.inputs import StepInputs, step_inputs
 from hap.codegen.layout import Layout
 from hap.codegen.program import Program
@@ -41,7 +42,7 @@ class Signature:
     def of(cls, program: Program, example_inputs: Any, example_targets: Any) -> Signature:
         """Match the program's inputs with the example it was captured from."""
         example = step_inputs(example_inputs, example_targets)
-        read = {s.target: s.name for s in program.sources_of("input")}
+        read = {s.target: s.name for s in program.sources_of("input") if s.target != SEED}
         feeds: dict[str, Feed] = {}
         for path, tensor in example.named:
             placement = program.held[read[path]].placement if path in read else None

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from hap.capture.dropout import SEED
 from hap.capture.inputs import StepInputs
 from hap.codegen.program import Program
 from hap.codegen.source import to_python
@@ -28,7 +29,9 @@ from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, Signature, in_form
 from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, register, whole_tensor
-from hap.runtime.step import RunStep, Step
+from hap.runtime.step import RunStep, Step, without_dropout
+
+_SEEDS = 2**62  # seeds are int64 tensors
 
 
 class HapProgram(nn.Module):
@@ -63,6 +66,9 @@ class HapProgram(nn.Module):
             s.name: self._shares[s.target] for s in (*program.sources_of("parameter"), *program.sources_of("buffer"))
         } | {s.name: program.constants[s.target].to(comm.device) for s in program.sources_of("constant")}
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
+        self._seed_name = next((s.name for s in program.sources_of("input") if s.target == SEED), None)
+        self.dropout_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
+        self._undropped: Step | None = None
         self.train(model.training)
 
     @property
@@ -75,6 +81,23 @@ class HapProgram(nn.Module):
         """Where this rank's shares live and its inputs must be."""
         return self._comm.device
 
+    def _seeded(self) -> dict[str, torch.Tensor]:
+        """The seed as the program's input, if it draws. Each training step takes the next one."""
+        if self._seed_name is None:
+            return {}
+        found = torch.tensor(self.dropout_seed, device=self._comm.device)
+        if self.training:
+            self.dropout_seed = (self.dropout_seed + 1) % _SEEDS
+        return {self._seed_name: found}
+
+    def _mode_step(self) -> Step:
+        """The step of the current mode: in evaluation nothing is dropped out."""
+        if self.training or self._seed_name is None:
+            return self._step
+        if self._undropped is None:
+            self._undropped = Step(without_dropout(self._program), self._comm)
+        return self._undropped
+
     def set_pace(self, pace: Pace | None) -> None:
         """Have ``pace`` told of every use of the wire: how a rank plays a slower device (``hap.runtime.emulate``)."""
         self._comm.pace = pace
@@ -83,20 +106,22 @@ class HapProgram(nn.Module):
         """The loss of the global batch, the same on every rank, from this rank's share of it. Collective.
 
         Arguments are those of the model's forward; ``targets`` those of the loss function. Under ``torch.no_grad()``
-        nothing is kept for a backward. ProgramError: a tensor that is not this rank's share, or parameters that were
-        never given values.
+        nothing is kept for a backward. Dropout draws from ``dropout_seed``, alike on every rank, which rises by one at
+        each call in training (set it to resume a run), and is left out after ``eval()``. ProgramError: a tensor that is
+        not this rank's share, or parameters that were never given values.
         """
         if self._uninitialised:
             raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): load_state_dict first")
         sources = self._state_sources | self._signature.read(
             self._call(args, targets, kwargs), self._comm.rank, self._comm.device
         )
+        step, sources = self._mode_step(), sources | self._seeded()
         updates: dict[str, torch.Tensor] = {}
         if torch.is_grad_enabled():
             shares = [self._shares[name] for name in self._trainable]
-            loss: torch.Tensor = RunStep.apply(self._step, sources, updates, self._trainable, *shares)
+            loss: torch.Tensor = RunStep.apply(step, sources, updates, self._trainable, *shares)
         else:
-            loss, found = self._step.evaluate(sources)
+            loss, found = step.evaluate(sources)
             updates.update(found)
         if self.training:
             with torch.no_grad():

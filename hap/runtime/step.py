@@ -9,6 +9,7 @@ written in between.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from hap.codegen.fx import to_forward_module, to_graph_modules
-from hap.codegen.program import Program
+from hap.codegen.program import Call, Instruction, Program
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator
 
@@ -59,6 +60,20 @@ class Step:
     def versions(self, sources: Tensors) -> dict[str, int]:
         """How often each source that crosses has been written so far."""
         return {name: sources[name]._version for name in self._kept_sources if name not in self._updated}
+
+
+def without_dropout(program: Program) -> Program:
+    """The same program in which every dropout has probability zero: for evaluation."""
+
+    def kept(part: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+        return tuple(_undropped(i) if isinstance(i, Call) and i.op == "hap.dropout.default" else i for i in part)
+
+    return replace(program, forward=kept(program.forward), backward=kept(program.backward))
+
+
+def _undropped(call: Call) -> Call:
+    x, seed, _, *rest = call.args
+    return replace(call, args=(x, seed, 0.0, *rest))
 
 
 class RunStep(torch.autograd.Function):

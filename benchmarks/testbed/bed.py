@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import IO, Any, NoReturn, Self
 
+from benchmarks.common import cpu_times
 from benchmarks.testbed import cgroup, network, ranks
 from benchmarks.testbed.errors import TestbedError
 from benchmarks.testbed.layout import Layout, Mode
@@ -111,7 +112,7 @@ class Testbed:
     def counters(self) -> Counters:
         """What the bed went through so far; subtract two."""
         if not self.enforced:
-            return Counters(0, 0, 0, *network.cpu_times())
+            return Counters(0, 0, 0, *cpu_times())
         return network.counters(self.layout)
 
     def throttled_s(self) -> list[float]:

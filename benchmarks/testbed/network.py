@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.common import cpu_times
 from benchmarks.testbed.errors import TestbedError
 from benchmarks.testbed.layout import PREFIX, HostLayout, Layout
 
@@ -213,13 +214,6 @@ def counters(layout: Layout) -> Counters:
             timeouts += _field(lines, "TcpExt", "TCPTimeouts")
             retransmits += _field(lines, "Tcp", "RetransSegs")
     return Counters(drops, timeouts, retransmits, *cpu_times())
-
-
-def cpu_times() -> tuple[float, float]:
-    """(stolen by the hypervisor, all there was) since boot, seconds summed over cores."""
-    ticks = [int(n) for n in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    second = os.sysconf("SC_CLK_TCK")
-    return ticks[7] / second, sum(ticks[:8]) / second
 
 
 def _inside(pid: int, namespace: os.stat_result) -> bool:

@@ -85,23 +85,20 @@ def build_hugging_face(source: str, batch: int, sequence: int | None = None) -> 
     """A causal language model with its own loss; ``source`` is a config file, a model type (``gpt2``) or a hub name.
 
     ``batch`` x ``sequence`` token ids are the example inputs; the sequence defaults to 512 or the model's own limit.
-    Dropout is off: HAP's promise is the loss of one device, and torch's dropout masks differ by device.
+    The model is in training mode with its config's dropout, as it would be trained.
     """
     try:
         import transformers
     except ModuleNotFoundError:
         raise HapError("--hf needs the transformers package: pip install transformers") from None
     config = _hugging_face_config(source)
-    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout_prob", "dropout"):
-        if isinstance(getattr(config, name, None), float):
-            setattr(config, name, 0.0)
     limit = getattr(config, "max_position_embeddings", None) or 512
     if sequence is not None and sequence > limit:
         raise HapError(f"--seq {sequence} is longer than the model's {limit} positions")
     config.use_cache = False
     try:
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config).train()
     except ValueError as e:
         raise HapError(f"{source} is not a causal language model ({str(e).splitlines()[0]})") from None
     model.loss_type = "ForCausalLM"  # some class names hide it from transformers, which then warns and assumes it

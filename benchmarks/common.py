@@ -224,7 +224,7 @@ def drawing(rows: int, columns: int, width: float = 5.0, height: float = 4.0) ->
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {
+    style: dict[Any, Any] = {
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,

@@ -1,5 +1,5 @@
-"""Does the testbed play what it says? Links against their nominal rates, Gloo's collectives against the alpha-beta model
-that their rates imply, unequal compute against itself. Needs root.
+"""Does the testbed play what it says? Links against their nominal rates, Gloo's collectives against the alpha-beta
+model that their rates imply, unequal compute against itself. Needs root.
 
 Samples of different things are interleaved (ABAB), so that a neighbour's minute does not fall on one of them. A round
 in which a queue dropped a packet or more than 5 % of the CPU was stolen is repeated, once; which were is said.
@@ -24,11 +24,13 @@ from benchmarks.common import COLOURS, NOISY_STEAL, Report, Spread, drawing, par
 from benchmarks.testbed import Testbed, deadline, network, throttle
 from benchmarks.testbed.layout import GOODPUT, LATENCY_S
 from hap.cluster import ClusterSpec
+from hap.runtime.exchange import all_gather_single
 
 NAME = "testbed"
 MB = 1 << 20
 P2P_BYTES = 4 * MB
 MATMUL = 384  # three of them are a small layer: about 3 ms on a core
+RECORDED = 25
 
 
 def four_hosts(networks: Sequence[tuple[str, str]], tflops: Sequence[float]) -> ClusterSpec:
@@ -88,7 +90,7 @@ def collectives(rank: int, cases: Sequence[tuple[str, int]]) -> list[float]:
         if name == "all_reduce":
             dist.all_reduce(whole)
         else:
-            dist.all_gather_into_tensor(whole, piece)
+            all_gather_single(whole, piece)
         seconds.append(time.perf_counter() - begin)
     return seconds
 
@@ -104,7 +106,7 @@ def paced(rank: int, variant: str, steps: int) -> list[float]:
     seconds = []
     if variant == "deadline":
         pace = deadline()
-        for _ in range(10):
+        for _ in range(RECORDED):
             with pace.step():
                 work()
         pace.hold()
@@ -115,13 +117,13 @@ def paced(rank: int, variant: str, steps: int) -> list[float]:
             seconds.append(time.perf_counter() - begin)
         return seconds
     held = throttle()  # in quota mode its slow-down is 1: the kernel does it
-    for _ in range(10 + steps):
+    for _ in range(RECORDED + steps):
         begin = time.perf_counter()
         held.resume()
         work()
         held.settle()
         seconds.append(time.perf_counter() - begin)
-    return seconds[10:]
+    return seconds[RECORDED:]
 
 
 # ---- in the runner ----
@@ -182,7 +184,7 @@ def measure_collectives(rounds: Rounds, repeats: int, sizes: Sequence[int]) -> d
 class Compute:
     """Of one way to make compute unequal: step times of rank 0 and of rank 2, half as fast."""
 
-    within: float  # (95th - 5th percentile) / median of one run's steps, the worst run and rank
+    within: Spread  # (95th - 5th percentile) / median of the steps of one rank in one run; over runs and ranks
     runs: Spread  # medians of the runs, rank 0, seconds
     ratio: Spread  # of the medians, rank 2 / rank 0, by run: 2 is asked
 
@@ -197,13 +199,13 @@ def measure_compute(rounds: Rounds, repeats: int, steps: int) -> dict[str, Compu
 
 
 def _compute(runs: Sequence[Sequence[Sequence[float]]]) -> Compute:
-    within = 0.0
+    within = []
     for by_rank in runs:
         for times in by_rank:
             twentieths = statistics.quantiles(times, n=20)
-            within = max(within, (twentieths[-1] - twentieths[0]) / statistics.median(times))
+            within.append((twentieths[-1] - twentieths[0]) / statistics.median(times))
     medians = [[statistics.median(times) for times in by_rank] for by_rank in runs]
-    return Compute(within, Spread.of([m[0] for m in medians]), Spread.of([m[2] / m[0] for m in medians]))
+    return Compute(Spread.of(within), Spread.of([m[0] for m in medians]), Spread.of([m[2] / m[0] for m in medians]))
 
 
 def nominal(pair: tuple[int, int]) -> float:
@@ -254,13 +256,14 @@ def report_collectives(report: Report, found: dict[tuple[str, int], Spread]) -> 
 
 def report_compute(report: Report, found: dict[str, Compute]) -> None:
     for variant, compute in found.items():
-        report.figure(f"{variant}_step_spread", compute.within)
+        report.figure(f"{variant}_step_spread", compute.within.median)
         report.figure(f"{variant}_run_spread", compute.runs.relative, compute.runs)
         report.figure(f"{variant}_ratio_error", abs(compute.ratio.median / 2 - 1), compute.ratio)
     rows = [
         (
             variant,
-            f"{compute.within:.1%}",
+            f"{compute.within.median:.1%}",
+            f"{compute.within.most:.1%}",
             f"{compute.runs.median * 1e3:.2f}",
             _width(compute.runs),
             f"{compute.ratio.median:.3f}",
@@ -270,7 +273,7 @@ def report_compute(report: Report, found: dict[str, Compute]) -> None:
     ]
     report.table(
         "Unequal compute, four ranks at once, one half as fast as the other (spread of steps: 95th - 5th percentile)",
-        ["by", "spread of steps", "ms a step", "spread of runs", "slow / fast", "spread of runs"],
+        ["by", "spread of steps", "the worst", "ms a step", "spread of runs", "slow / fast", "spread of runs"],
         rows,
     )
     report.text(
@@ -292,12 +295,10 @@ def draw(axes: Sequence[Any], links: Any, found: Any, compute: dict[str, Compute
     axis = axes[0]
     x = [nominal(pair) * 8e-6 for pair in links]
     y = [s.median * 8e-6 for s in links.values()]
-    errors = [
-        [(s.median - s.least) * 8e-6 for s in links.values()],
-        [(s.most - s.median) * 8e-6 for s in links.values()],
-    ]
+    below = [(s.median - s.least) * 8e-6 for s in links.values()]
+    above = [(s.most - s.median) * 8e-6 for s in links.values()]
     axis.plot([min(x), max(x)], [min(x), max(x)], color="#999999", linewidth=1, label="nominal")
-    axis.errorbar(x, y, yerr=errors, fmt="o", markersize=5, capsize=2, label="one pair, median and range")
+    axis.errorbar(x, y, yerr=[below, above], fmt="o", markersize=5, capsize=2, label="one pair, median and range")
     axis.set(title="Links", xlabel="nominal goodput, Mbit/s", ylabel="measured, Mbit/s", xscale="log", yscale="log")
     axis.legend()
 
@@ -306,7 +307,9 @@ def draw(axes: Sequence[Any], links: Any, found: Any, compute: dict[str, Compute
     for colour, name in zip(COLOURS, ("all_reduce", "all_gather"), strict=False):
         cases = [case for case in found if case[0] == name]
         sizes = [nbytes / MB for _, nbytes in cases]
-        axis.plot(sizes, [model_s(*c, slowest) * 1e3 for c in cases], "--", color=colour, label=f"{name}, model")
+        axis.plot(
+            sizes, [model_s(name, n, slowest) * 1e3 for _, n in cases], "--", color=colour, label=f"{name}, model"
+        )
         axis.plot(sizes, [found[c].median * 1e3 for c in cases], "o", color=colour, label=f"{name}, measured")
     axis.set(title="Gloo, 1G 1G 200M 200M", xlabel="MB", ylabel="ms", xscale="log", yscale="log")
     axis.legend()
@@ -315,7 +318,7 @@ def draw(axes: Sequence[Any], links: Any, found: Any, compute: dict[str, Compute
     names = list(compute)
     places = range(len(names))
     axis.bar(
-        [p - 0.2 for p in places], [compute[n].within * 100 for n in names], 0.38, label="steps of a run, 5 to 95 %"
+        [p - 0.2 for p in places], [compute[n].within.median * 100 for n in names], 0.38, label="steps of a run, median"
     )
     axis.bar([p + 0.2 for p in places], [compute[n].runs.relative * 100 for n in names], 0.38, label="medians of runs")
     axis.set(title="Unequal compute: what repeats", ylabel="spread, % of the median", yscale="log")
@@ -327,16 +330,15 @@ def main() -> int:
     options = parse("testbed_check", "Does the testbed play what it says?")
     report = Report(NAME, "The testbed", options)
     if reason := network.missing():
-        for figure in ("link_worst_error", "all_reduce_worst_error", "all_gather_worst_error", "deadline_step_spread"):
-            report.missing(figure, reason)
+        for name in ("link_worst_error", "all_reduce_worst_error", "all_gather_worst_error", "deadline_step_spread"):
+            report.missing(name, reason)
         report.write(None)
         return 0
     rounds = Rounds()
     quick = options.quick
     links = measure_links(rounds, 3 if quick else 10)
-    found = measure_collectives(
-        rounds, 3 if quick else 10, [MB, 4 * MB, 16 * MB] if quick else [n * MB for n in (1, 2, 4, 8, 16)]
-    )
+    sizes = [n * MB for n in ((1, 4, 16) if quick else (1, 2, 4, 8, 16))]
+    found = measure_collectives(rounds, 3 if quick else 10, sizes)
     compute = measure_compute(rounds, 3 if quick else 8, 60 if quick else 200)
     report_links(report, links)
     report_collectives(report, found)

@@ -19,7 +19,7 @@ import numpy as np
 from hap.cluster import ClusterSpec
 from hap.conversion import find_needs
 from hap.cost_models.evaluate import Evaluation, evaluate
-from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import usable_bytes
 from hap.errors import InfeasibleError
 from hap.fabric import Array
 from hap.placement import REPLICATE, GroupSizes, Shard, Sizes
@@ -28,12 +28,12 @@ from hap.rules.choices import Choices, replicated
 from hap.search.assemble import assemble_plan, used_groups
 from hap.search.bound import lower_bound_s
 from hap.search.classes import Classes, find_bundles, find_classes
+from hap.search.infeasible import why_infeasible
 from hap.search.milp import Choice, Skeleton, choose, make_skeleton
 from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts, Prices
 from hap.search.ratios import Shares, best_shares
 from hap.search.rounding import improve, round_shares
-from hap.units import format_size
 
 Effort = Literal["quick", "normal"]
 
@@ -53,6 +53,7 @@ class Limits:
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger
 BEHIND = 1.15  # a start whose first round is this much slower than the best so far is given up
 LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, False), "normal": Limits(5, 3, 1000, 60, True)}
+SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 INPUT_TOLERANCE = 0.02  # of the step: what dealing out the inputs may cost
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
@@ -113,7 +114,7 @@ def plan_graph(
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=lower_bound_s(search.facts),
+        lower_bound_s=search.bound_s,
         solver=search.statistics(best),
     )
 
@@ -139,10 +140,12 @@ class Search:
                 name: _whole(options, replicated(self.graph.by_name[name])) for name, options in candidates.items()
             }
         self.facts = Facts(self.graph, candidates, self.cluster, self.optimizer)
+        self.bound_s = lower_bound_s(self.facts)
         self.classes: Classes = find_classes(self.graph, candidates)
         self.fixed: Mapping[str, Sizes] = self._fixed_sizes()
         self.bundles = self._bundles()
         self.solved: dict[object, Choice | None] = {}
+        self.margin: Array = np.zeros(self.cluster.world_size)
         self.skeletons: dict[bool, Skeleton] = {}
 
     def _fixed_sizes(self) -> dict[str, Sizes]:
@@ -171,7 +174,8 @@ class Search:
         if best is not None:
             best = self._polish(self._deal_out_inputs(self._without_barriers(best)))
         if best is None or best.cost[0] > 0:
-            raise InfeasibleError(self._why_infeasible(best))
+            closest = None if best is None else best.evaluation
+            raise InfeasibleError(why_infeasible(self.facts, closest, pinned=self.pins != Pins()))
         return best
 
     def _try(self, starts: Sequence[Shares], best: Found | None, *, regather: bool) -> Found | None:
@@ -265,11 +269,12 @@ class Search:
     ) -> Found | None:
         """The MILP's choice at these sizes, asked again with less memory while the ledger finds more than it saw.
 
+        The margin that helped is kept for the next sizes.
         None if nothing fits. No further attempt is made where the objective is already far behind ``best``.
         """
         usable = np.array([usable_bytes(d.memory_bytes) for d in self.cluster.devices], dtype=np.float64)
         found: list[Found] = []
-        capacity = usable
+        capacity = usable - self.margin
         for _ in range(TIGHTENINGS + 1):
             choice = self._choose(sizes, regather, capacity, forced or {}, barriers)
             if choice is None:
@@ -278,6 +283,8 @@ class Search:
             evaluation = self._judge(strategies, sizes, regather)
             found.append(Found(strategies, sizes, regather, left_out, evaluation, choice))
             hopeless = best is not None and best.cost[0] == 0 and choice.objective_s > BEHIND * best.cost[1]
+            if found[-1].cost[0] == 0:
+                self.margin = usable - capacity
             if found[-1].cost[0] == 0 or hopeless:
                 break
             capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
@@ -296,7 +303,7 @@ class Search:
             self.milps += 1
             self.solved[key] = choose(
                 self._skeleton(regather),
-                Prices(self.facts, sizes, capacity),
+                Prices(self.facts, sizes, capacity, SHORTER * self.bound_s),
                 forced=forced,
                 barriers=barriers,
                 nodes=self.limits.nodes,
@@ -360,30 +367,6 @@ class Search:
         sizes = improve(found.sizes, bundles, cost, evaluations=self.limits.moves)
         evaluation = self._judge(found.strategies, sizes, found.regather)
         return Found(found.strategies, sizes, found.regather, found.left_out, evaluation, found.choice)
-
-    # -- words -------------------------------------------------------------------------------------------------------
-
-    def _why_infeasible(self, closest: Found | None) -> str:
-        """One line: the model's state against all memory, or the device that overflows in the closest plan."""
-        usable = [usable_bytes(d.memory_bytes) for d in self.cluster.devices]
-        trained = [n for n in self.graph.sources("parameter") if n.target in self.graph.gradients]
-        state = sum(n.meta.nbytes + optimizer_state_bytes(self.optimizer, n.meta.nbytes) for n in trained)
-        total = f"the {len(usable)} devices hold {format_size(sum(usable))} after the reserve"
-        if state > sum(usable):
-            return f"parameters and {self.optimizer} state need {format_size(state)}; {total}"
-        if closest is None:
-            pinned = " with these pins" if self.pins != Pins() else ""
-            return (
-                f"no choice of placements fits{pinned}: parameters and {self.optimizer} state take "
-                f"{format_size(state)}, activations and gradients come on top; {total}"
-            )
-        over = [u - m for m, u in zip(closest.evaluation.memory_bytes, usable, strict=True)]
-        worst = over.index(min(over))
-        needed = format_size(closest.evaluation.memory_bytes[worst])
-        return (
-            f"{self.cluster.devices[worst].name} would need {needed} and has {format_size(usable[worst])} "
-            f"in the closest plan found; {total}; a smaller batch needs less"
-        )
 
     def statistics(self, best: Found) -> dict[str, Any]:
         """What the solver did, in numbers that are the same every time."""

@@ -160,11 +160,13 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """Prices at fixed sizes. ``capacity_bytes`` (N,) is what each rank may hold."""
+    """Prices at fixed sizes. ``capacity_bytes`` (N,) is what each rank may hold. ``per_collective_s`` is added to every
+    collective: a preference for short programs over gains that nobody could measure."""
 
     facts: Facts
     sizes: GroupSizes
     capacity_bytes: Array
+    per_collective_s: float = 0.0
     _conversions: dict[tuple[int, object, object], tuple[float, Array, Array]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -232,7 +234,7 @@ class Prices:
         name, seconds = best_decomposition(kind, nbytes, source, target, self.sizes, cluster)
         kept = local_bytes(nbytes, target, self.sizes, n)
         if kind != "slice":
-            return seconds, np.zeros(n), kept
+            return seconds + self.per_collective_s, np.zeros(n), kept
         form = collective_coefficients(kind, name, nbytes, source, target, cluster)
         return 0.0, form.stages[0].rows(shares(source, self.sizes, n), shares(target, self.sizes, n)), kept
 

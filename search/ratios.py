@@ -10,8 +10,11 @@ tangent of the roofline at the present share).
     update  >= the same sum over parameters                                 for every r             (_maximum)
     held[r,t] affine in share <= capacity[r]                                for every r, moment t   (_memory)
 
-    minimise  sum_k stage[k] + sum_m wire[m] + update
+    away[b,r] >= +-(share[b,r] - share at the present sizes)                                        (_stay)
 
+    minimise  sum_k stage[k] + sum_m wire[m] + update + STAY step sum away
+
+The last term makes groups that hardly matter stay where they are, instead of in some corner of the optimal face.
 It mirrors ``hap.cost_models.evaluate`` stage by stage. Memory is the estimate of ``hap.search.prices`` shifted by what
 the
 ledger says at the present sizes. A rank that is to be left out has all its shares fixed at zero, and then no launches
@@ -38,6 +41,7 @@ from hap.search.milp import GB, MS, SEED, SMALLEST
 from hap.search.prices import MOMENTS, Facts
 
 Shares = tuple[float, ...]
+STAY = 1e-4  # of the step, for a share of one that goes from one rank to another
 
 
 def best_shares(
@@ -103,6 +107,16 @@ class _Program:
             for variable in terms:
                 row.set_coefficient(variable, 1.0)
             self.of.update((name, terms) for name in bundle)
+            self._stay(bundle[0], terms)
+
+    def _stay(self, group: str, terms: Sequence[mathopt.Variable]) -> None:
+        for r, share in enumerate(terms):
+            away, here = self.model.add_variable(lb=0, name=f"away[{group},{r}]"), float(self.here[group][r])
+            self.model.objective.set_linear_coefficient(away, STAY * self.evaluation.step_s * MS / 2)
+            for sign in (1.0, -1.0):
+                row = self.model.add_linear_constraint(lb=-sign * here, name=f"away[{group},{r},{sign:+.0f}]")
+                row.set_coefficient(away, 1.0)
+                row.set_coefficient(share, -sign)
 
     def _stages(self) -> None:
         """The program in order, cut where ``evaluate`` cuts it."""

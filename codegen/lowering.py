@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hap.codegen.program import (
-    DECOMPOSITIONS,
     Call,
     Convert,
     Held,
@@ -16,6 +15,7 @@ from hap.codegen.program import (
     RankDevice,
     Source,
     group_labels,
+    is_decomposition,
     placement_suffix,
     verify_program,
 )
@@ -81,7 +81,7 @@ def _conversions(
             raise PlanError(f"the plan converts {c.value} to {c.target} in {c.phase}, which its strategies do not need")
         if parse_placement(c.source) != need.source or c.collective != kinds[key]:
             raise PlanError(f"the plan converts {c.value} by {c.collective} from {c.source}, not as its strategies say")
-        if c.decomposition not in DECOMPOSITIONS[c.collective]:
+        if not is_decomposition(c.collective, c.decomposition, plan.world_size):
             raise PlanError(f"{c.value}: {c.collective} has no decomposition {c.decomposition!r}")
         found[key] = c
     for key, need in least.items():

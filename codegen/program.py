@@ -28,16 +28,29 @@ import torch
 from hap.graph import Phase, TensorMeta, Value, values_in
 from hap.placement import Partial, Placement, Replicate, Shard, Sizes
 from hap.plan import Collective
+from hap.routes import ROUTED, Way
 
 SourceKind = Literal["parameter", "buffer", "input", "tangent", "constant"]
 
 DECOMPOSITIONS: Mapping[Collective, tuple[str, ...]] = {
-    "all_gather": ("all_to_all", "padded", "broadcast"),
-    "all_reduce": ("ring",),
-    "reduce_scatter": ("all_to_all_sum", "padded"),
-    "all_to_all": ("direct",),
+    "all_gather": ("all_to_all", "padded", "broadcast", "pairs", "ring", "relay", "two_level"),
+    "all_reduce": ("ring", "owners", "two_level"),
+    "reduce_scatter": ("all_to_all_sum", "padded", "pairs", "ring", "relay", "two_level"),
+    "all_to_all": ("direct", "pairs"),
     "slice": ("local",),
 }
+_BACKENDS_OWN = {("all_reduce", "ring"), ("all_to_all", "pairs")}  # names that take no list of ranks there
+
+
+def is_decomposition(kind: Collective, decomposition: str, world_size: int) -> bool:
+    """Whether ranks can perform ``kind`` so: a name from ``DECOMPOSITIONS``, with a list of ranks if it takes one."""
+    try:
+        way = Way.parse(decomposition)
+        way.check(world_size)
+    except ValueError:
+        return False
+    takes_ranks = way.name in ROUTED and (kind, way.name) not in _BACKENDS_OWN and way.name != "pairs"
+    return way.name in DECOMPOSITIONS[kind] and (takes_ranks or not way.groups)
 
 
 @dataclass(frozen=True)
@@ -187,7 +200,8 @@ def _verify_part(program: Program, part: Sequence[Instruction], available: set[s
         if isinstance(instruction, Convert):
             before, after = program.held[instruction.input].placement, program.held[instruction.output].placement
             assert (before, after) == (instruction.source, instruction.target), f"{instruction} is misdescribed"
-            assert instruction.decomposition in DECOMPOSITIONS[instruction.kind], f"{instruction} cannot be performed"
+            known = is_decomposition(instruction.kind, instruction.decomposition, program.world_size)
+            assert known, f"{instruction} cannot be performed"
 
 
 def placement_suffix(placement: Placement) -> str:

@@ -4,17 +4,19 @@ A shard is described by a ``Layout(dim, outer, unit, sizes)``: the dim's index i
 ``i < sum(sizes)``, ``u < unit``, and rank r holds the ``sizes[r]`` values of i that follow those of the ranks before it
 (see ``hap.placement``). Every result is contiguous: ``native_layer_norm_backward`` is silently wrong otherwise.
 
-====================  =================================================  =================================
-collective            from -> to                                         decompositions
-====================  =================================================  =================================
-``all_gather``        shard -> replicated                                ``all_to_all padded broadcast``
-``all_reduce``        partial -> replicated                              ``ring`` (the backend's own)
-``reduce_scatter``    partial -> shard                                   ``all_to_all_sum padded``
-``all_to_all``        shard -> shard of another dim, atom or group       ``direct``
-``slice``             replicated -> shard                                ``local`` (nothing on the wire)
-====================  =================================================  =================================
+====================  =============================  ===========================================================
+collective            from -> to                     decompositions (``hap.routes`` has those with lists of ranks)
+====================  =============================  ===========================================================
+``all_gather``        shard -> replicated            ``all_to_all padded broadcast`` ``pairs ring relay two_level``
+``all_reduce``        partial -> replicated          ``ring`` (the backend's own) ``owners two_level``
+``reduce_scatter``    partial -> shard               ``all_to_all_sum padded`` ``pairs ring relay two_level``
+``all_to_all``        shard -> shard of another      ``direct`` (the backend's own) ``pairs``
+                      dim, atom or group
+``slice``             replicated -> shard            ``local`` (nothing on the wire)
+====================  =============================  ===========================================================
 
-Sums are made in the value's own dtype and, in ``all_to_all_sum``, in rank order.
+Sums are made in the value's own dtype, in an order that is the same in every run. Several values may go together
+(``together``), and a call may be left running while the program computes (``start``, ``wait``).
 """
 
 from __future__ import annotations
@@ -28,14 +30,23 @@ import torch
 import torch.distributed as dist
 
 from hap.codegen.layout import Layout
-from hap.codegen.program import DECOMPOSITIONS
+from hap.codegen.program import DECOMPOSITIONS, is_decomposition
 from hap.errors import ProgramError
-from hap.placement import Sizes, join_shards
+from hap.placement import Sizes
 from hap.plan import Collective
-from hap.runtime.exchange import as_bytes, exchange, gather_by_broadcast, gather_padded, reduce_scatter_single
+from hap.runtime.exchange import as_bytes
+from hap.runtime.lane import Lane, Ticket, lane_for
+from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices, transfer
 
 T = TypeVar("T")
 CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
+
+
+class Pending:
+    """A collective under way: what ``start`` gives and ``wait`` takes."""
+
+    def __init__(self, found: Transfer | None, results: list[torch.Tensor] | None, ticket: Ticket | None) -> None:
+        self.transfer, self.results, self.ticket = found, results, ticket
 
 
 class Pace(Protocol):
@@ -68,7 +79,9 @@ class Communicator:
         self.device = torch.device(device)
         self.check = os.environ.get(CHECK_VARIABLE) == "1" if check is None else check
         self.pace: Pace | None = None
-        self._routes: dict[tuple[Layout, Layout], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._routes: dict[tuple[Layout, Layout], Indices] = {}
+        self._lane: Lane | None = None
+        self._under_way = 0  # started and not yet waited for: the same number on every rank
 
     @contextmanager
     def wire(self) -> Iterator[None]:
@@ -84,30 +97,11 @@ class Communicator:
         self, piece: torch.Tensor, *, dim: int, outer: int, unit: int, sizes: Sizes, decomposition: str = "all_to_all"
     ) -> torch.Tensor:
         """This rank's piece -> the whole value on every rank."""
-        layout = Layout(dim, outer, unit, sizes)
-        self._verify("all_gather", decomposition, piece, (layout,), held=layout)
-        if self.group is None:
-            return piece.contiguous()
-        shapes = [layout.local_shape(piece.shape, r) for r in range(self.world_size)]
-        with self.wire():
-            if decomposition == "all_to_all":
-                pieces = exchange([piece] * self.world_size, shapes, self.group)
-            elif decomposition == "padded":
-                pieces = gather_padded(piece, shapes, self.group)
-            else:
-                pieces = gather_by_broadcast(piece, shapes, self.group)
-        return join_shards(pieces, layout.shard, sizes).contiguous()
+        return self.together("all_gather", [piece], [(Layout(dim, outer, unit, sizes),)], decomposition)[0]
 
     def all_reduce(self, partial: torch.Tensor, *, decomposition: str = "ring") -> torch.Tensor:
         """Partial sums -> their sum on every rank. The argument is left as it was."""
-        self._verify("all_reduce", decomposition, partial, ())
-        if self.group is None:
-            return partial.contiguous()
-        total = partial.clone(memory_format=torch.contiguous_format)
-        if total.numel():
-            with self.wire():
-                dist.all_reduce(total, group=self.group)
-        return total
+        return self.together("all_reduce", [partial], [()], decomposition)[0]
 
     def reduce_scatter(
         self,
@@ -120,36 +114,13 @@ class Communicator:
         decomposition: str = "all_to_all_sum",
     ) -> torch.Tensor:
         """Partial sums of the whole -> this rank's piece of their sum."""
-        layout = Layout(dim, outer, unit, sizes)
-        self._verify("reduce_scatter", decomposition, partial, (layout,))
-        if self.group is None:
-            return partial.contiguous()
-        pieces = [layout.take(partial, r) for r in range(self.world_size)]
-        mine = tuple(pieces[self.rank].shape)
-        if decomposition == "padded":
-            return self._reduce_scatter_padded(pieces)
-        with self.wire():
-            received = exchange(pieces, [mine] * self.world_size, self.group)
-        total = received[0].clone()
-        for piece in received[1:]:
-            total += piece
-        return total
+        return self.together("reduce_scatter", [partial], [(Layout(dim, outer, unit, sizes),)], decomposition)[0]
 
     def all_to_all(
         self, piece: torch.Tensor, *, source: Layout, target: Layout, decomposition: str = "direct"
     ) -> torch.Tensor:
         """This rank's piece under ``source`` -> its piece under ``target``; the two may share the dim or not."""
-        self._verify("all_to_all", decomposition, piece, (source, target), held=source)
-        if self.group is None:
-            return piece.contiguous()
-        if source.dim == target.dim:
-            return self._regroup(piece, source, target)
-        mine = target.local_shape(piece.shape, self.rank)
-        shapes = [source.local_shape(mine, r) for r in range(self.world_size)]
-        leaving = [target.take(piece, s) for s in range(self.world_size)]
-        with self.wire():
-            pieces = exchange(leaving, shapes, self.group)
-        return join_shards(pieces, source.shard, source.sizes).contiguous()
+        return self.together("all_to_all", [piece], [(source, target)], decomposition)[0]
 
     def slice(
         self, whole: torch.Tensor, *, dim: int, outer: int, unit: int, sizes: Sizes, decomposition: str = "local"
@@ -158,6 +129,51 @@ class Communicator:
         layout = Layout(dim, outer, unit, sizes)
         self._verify("slice", decomposition, whole, (layout,))
         return layout.take(whole, self.rank)
+
+    def together(
+        self, kind: Collective, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], decomposition: str
+    ) -> list[torch.Tensor]:
+        """One collective for all of ``values``: ``layouts[i]`` has what ``values[i]`` alone would be given.
+
+        Nothing for ``all_reduce``, (source, target) for ``all_to_all``, else one layout. Sums need one dtype.
+        """
+        found = self._prepare(kind, values, layouts, decomposition)
+        if found is None:
+            return [value.contiguous() for value in values]
+        found.pack()
+        with self.wire():
+            if self._under_way:  # behind those, as on every other rank
+                self._submit(found).wait()
+            else:
+                found.move()
+        return found.unpack()
+
+    def start(
+        self, kind: Collective, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], decomposition: str
+    ) -> Pending:
+        """``together``, left running. The values must not be written until ``wait``.
+
+        In check mode it is complete when this returns: ranks are compared before each collective.
+        """
+        if self.check or self.group is None:
+            return Pending(None, self.together(kind, values, layouts, decomposition), None)
+        found = self._prepare(kind, values, layouts, decomposition)
+        assert found is not None
+        found.pack()
+        with self.wire():
+            self._under_way += 1
+            return Pending(found, None, self._submit(found))
+
+    def wait(self, pending: Pending) -> list[torch.Tensor]:
+        """The results of what was started. Once."""
+        if pending.results is not None:
+            return pending.results
+        assert pending.transfer is not None and pending.ticket is not None, "waited for twice"
+        with self.wire():
+            pending.ticket.wait()
+            self._under_way -= 1
+        found, pending.transfer = pending.transfer, None
+        return found.unpack()
 
     def agree(self, what: str, mine: Any) -> None:
         """Raise ProgramError on every rank, naming the first rank whose ``mine`` differs from rank 0's. Collective."""
@@ -189,43 +205,28 @@ class Communicator:
             dist.broadcast_object_list(found, group_src=0, group=self.group, device=self.device)
         return found[0]
 
-    def _reduce_scatter_padded(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        mine, longest = pieces[self.rank], max(p.numel() for p in pieces)
-        if longest == 0:
-            return mine
-        rows = torch.zeros(self.world_size, longest, dtype=mine.dtype, device=mine.device)
-        for row, piece in zip(rows, pieces, strict=True):
-            row[: piece.numel()] = piece.reshape(-1)
-        total = torch.empty(longest, dtype=mine.dtype, device=mine.device)
-        with self.wire():
-            reduce_scatter_single(total, rows.reshape(-1), group=self.group)
-        return total[: mine.numel()].reshape(mine.shape).clone()
+    def _prepare(
+        self, kind: Collective, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], decomposition: str
+    ) -> Transfer | None:
+        """Checked and ready to pack; None where there is nobody to talk to."""
+        for value, found in zip(values, layouts, strict=True):
+            held = found[0] if kind in ("all_gather", "all_to_all") else None
+            self._verify(kind, decomposition, value, tuple(found), held)
+        if self.group is None:
+            return None
+        if kind in ("all_reduce", "reduce_scatter") and len({v.dtype for v in values}) > 1:
+            raise ProgramError(f"{kind}: sums of several dtypes cannot go together")
+        for value, found in zip(values, layouts, strict=True):
+            if kind == "all_to_all" and found[0].dim == found[1].dim and tuple(found) not in self._routes:
+                source, target = found
+                self._routes[source, target] = find_indices(source, target, self.rank, self.world_size, value.device)
+        here = Here(self.group, self.rank, self.world_size)
+        return transfer(kind, here, values, layouts, decomposition, self._routes)
 
-    def _regroup(self, piece: torch.Tensor, source: Layout, target: Layout) -> torch.Tensor:
-        """``all_to_all`` within one dim: each element goes from its owner before to its owner after."""
-        assert self.group is not None
-        leaving, arriving = self._route(source, target, piece.device)
-        shapes = [tuple(len(a) if d == source.dim else s for d, s in enumerate(piece.shape)) for a in arriving]
-        outgoing = [piece.index_select(source.dim, where) for where in leaving]
-        with self.wire():
-            pieces = exchange(outgoing, shapes, self.group)
-        result = piece.new_empty(target.local_shape(piece.shape, self.rank))
-        for where, arrived in zip(arriving, pieces, strict=True):
-            result.index_copy_(source.dim, where, arrived)
-        return result
-
-    def _route(
-        self, source: Layout, target: Layout, device: torch.device
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Positions in my source piece that leave for each rank, and in my target piece that arrive from each rank."""
-        if (source, target) not in self._routes:
-            mine_before = _indices(source, self.rank)
-            mine_after = _indices(target, self.rank)
-            owner_before, owner_after = _owners(source, self.world_size), _owners(target, self.world_size)
-            leaving = [(owner_after[mine_before] == s).nonzero()[:, 0].to(device) for s in range(self.world_size)]
-            arriving = [(owner_before[mine_after] == r).nonzero()[:, 0].to(device) for r in range(self.world_size)]
-            self._routes[source, target] = (leaving, arriving)
-        return self._routes[source, target]
+    def _submit(self, found: Transfer) -> Ticket:
+        if self._lane is None:
+            self._lane = lane_for(self.device)
+        return self._lane.submit(found.move)
 
     def _verify(
         self,
@@ -236,7 +237,7 @@ class Communicator:
         held: Layout | None = None,
     ) -> None:
         """Refuse an unknown decomposition or a piece of the wrong extent; in check mode compare across ranks too."""
-        if decomposition not in DECOMPOSITIONS[kind]:
+        if not is_decomposition(kind, decomposition, self.world_size):
             known = ", ".join(DECOMPOSITIONS[kind])
             raise ProgramError(f"{kind}: unknown decomposition {decomposition!r} (known: {known})")
         for layout in layouts:
@@ -249,16 +250,3 @@ class Communicator:
         if self.check:
             whole = tuple(value.shape) if held is None else held.whole_shape(value.shape)
             self.agree(kind, (kind, decomposition, layouts, whole, str(value.dtype)))
-
-
-def _indices(layout: Layout, rank: int) -> torch.Tensor:
-    """The global indices along the dim that rank holds, ascending."""
-    return Layout(0, layout.outer, layout.unit, layout.sizes).take(torch.arange(layout.shard.extent), rank)
-
-
-def _owners(layout: Layout, world_size: int) -> torch.Tensor:
-    """For every global index along the dim, the rank that holds it."""
-    owners = torch.empty(layout.shard.extent, dtype=torch.int64)
-    for rank in range(world_size):
-        owners[_indices(layout, rank)] = rank
-    return owners

@@ -1,15 +1,15 @@
-"""The transports under the collectives: moving flat pieces of unequal length between ranks.
+"""The transports that backends bring: collective calls on flat tensors with unequal lengths for the ranks.
 
-Every function moves *bytes*: a piece of any dtype (bool included) is viewed as ``uint8`` on the wire, so that what a
-backend supports never depends on the dtype. Only calls that both Gloo and NCCL accept with unequal and zero lengths are
-used: ``all_to_all_single`` with split sizes, ``all_gather_single`` on padded buffers and ``broadcast`` per owner.
-(The list form of ``all_gather`` refuses unequal lengths on Gloo, and its functional form kills the process.)
+Only calls that both Gloo and NCCL accept with unequal and zero lengths are used: ``all_to_all_single`` with split
+sizes, ``all_gather_single`` on padded buffers and ``broadcast`` per owner. (The list form of ``all_gather`` refuses
+unequal lengths on Gloo, and its functional form kills the process.) What is not summed is moved as ``uint8``, so that
+what a backend supports never depends on the dtype.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -20,57 +20,75 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def exchange(pieces: Sequence[torch.Tensor], shapes: Sequence[Shape], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Send ``pieces[s]`` to rank s; receive from rank r a tensor of ``shapes[r]``. The own piece is not copied.
+def gather_by_exchange(flat: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Fill ``flat`` (rank r's ``lengths[r]`` elements after those of the ranks before it) from this rank's part.
 
-    One ``all_to_all_single`` with split sizes. All pieces have one dtype; ranks must agree on every length.
+    One ``all_to_all_single`` in which everybody sends its part to each of the others.
     """
-    rank = dist.get_rank(group)
-    like = pieces[rank]
-    outgoing = [0 if s == rank else piece.numel() * like.itemsize for s, piece in enumerate(pieces)]
-    incoming = [0 if r == rank else math.prod(shape) * like.itemsize for r, shape in enumerate(shapes)]
-    sent = torch.cat([as_bytes(piece) for s, piece in enumerate(pieces) if s != rank])
-    received = torch.empty(sum(incoming), dtype=torch.uint8, device=like.device)
+    rank, world_size = dist.get_rank(group), len(lengths)
+    start = sum(lengths[:rank])
+    mine = flat[start : start + lengths[rank]]
+    sent = mine.repeat(world_size - 1)
+    outgoing = [0 if r == rank else lengths[rank] for r in range(world_size)]
+    incoming = [0 if r == rank else n for r, n in enumerate(lengths)]
+    received = flat.new_empty(sum(incoming))
     dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
-    parts = list(received.split(incoming))
-    return [
-        like if r == rank else _from_bytes(part, like.dtype, shape)
-        for r, (part, shape) in enumerate(zip(parts, shapes, strict=True))
-    ]
+    flat[:start] = received[:start]
+    flat[start + lengths[rank] :] = received[start:]
 
 
-def gather_padded(piece: torch.Tensor, shapes: Sequence[Shape], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Every rank's piece, by one ``all_gather_single`` of buffers padded to the longest."""
-    lengths = [math.prod(shape) * piece.itemsize for shape in shapes]
+def gather_padded(mine: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The flat tensor of all ranks, by one ``all_gather_single`` of buffers padded to the longest."""
     longest = max(lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=piece.device)
-    padded[: piece.numel() * piece.itemsize] = as_bytes(piece)
-    received = torch.empty(longest * len(shapes), dtype=torch.uint8, device=piece.device)
+    padded = mine.new_zeros(longest)
+    padded[: mine.numel()] = mine
+    received = mine.new_empty(longest * len(lengths))
     all_gather_single(received, padded, group=group)
-    rows = received.split(longest) if longest else [received] * len(shapes)
-    return [
-        _from_bytes(row[:length], piece.dtype, shape) for row, length, shape in zip(rows, lengths, shapes, strict=True)
-    ]
+    if all(n == longest for n in lengths):
+        return received
+    return torch.cat([received[r * longest : r * longest + n] for r, n in enumerate(lengths)])
 
 
-def gather_by_broadcast(piece: torch.Tensor, shapes: Sequence[Shape], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Every rank's piece, by one asynchronous broadcast from each owner; owners of nothing are skipped."""
-    rank = dist.get_rank(group)
-    buffers = [
-        as_bytes(piece).clone()
-        if r == rank
-        else torch.empty(math.prod(shape) * piece.itemsize, dtype=torch.uint8, device=piece.device)
-        for r, shape in enumerate(shapes)
-    ]
+def gather_by_broadcast(flat: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
+    """As ``gather_by_exchange``, by one asynchronous broadcast from each owner; owners of nothing are skipped."""
+    starts = accumulate(lengths, initial=0)
     pending = [
-        dist.broadcast(buffer, group_src=r, group=group, async_op=True)
-        for r, buffer in enumerate(buffers)
-        if buffer.numel()
+        dist.broadcast(flat[start : start + n], group_src=r, group=group, async_op=True)
+        for r, (start, n) in enumerate(zip(starts, lengths, strict=False))
+        if n
     ]
     for work in pending:
         assert work is not None
         work.wait()
-    return [_from_bytes(buffer, piece.dtype, shape) for buffer, shape in zip(buffers, shapes, strict=True)]
+
+
+def scatter_by_exchange(flat: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's ``lengths[rank]`` elements of the sum over ranks of ``flat``, added in rank order.
+
+    One ``all_to_all_single``, then a local sum.
+    """
+    rank = dist.get_rank(group)
+    mine, itemsize = lengths[rank], flat.itemsize
+    received = flat.new_empty(mine * len(lengths))
+    incoming, outgoing = [mine * itemsize] * len(lengths), [n * itemsize for n in lengths]
+    dist.all_to_all_single(as_bytes(received), as_bytes(flat), incoming, outgoing, group=group)
+    total = received[:mine].clone()
+    for r in range(1, len(lengths)):
+        total += received[r * mine : (r + 1) * mine]
+    return total
+
+
+def scatter_padded(flat: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """The same by one ``reduce_scatter_single`` of buffers padded to the longest."""
+    rank, longest = dist.get_rank(group), max(lengths)
+    if longest == 0:
+        return flat
+    rows = flat.new_zeros(len(lengths), longest)
+    for row, start, n in zip(rows, accumulate(lengths, initial=0), lengths, strict=False):
+        row[:n] = flat[start : start + n]
+    total = flat.new_empty(longest)
+    reduce_scatter_single(total, rows.reshape(-1), group=group)
+    return total[: lengths[rank]].clone()
 
 
 def as_bytes(piece: torch.Tensor) -> torch.Tensor:
@@ -78,7 +96,7 @@ def as_bytes(piece: torch.Tensor) -> torch.Tensor:
     return piece.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
+def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
     """The bytes as a tensor; copied only where an odd offset forbids the view."""
     aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
     return aligned.view(dtype).reshape(shape)

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from hap.codegen.layout import Layout
 from hap.codegen.program import DECOMPOSITIONS
 from hap.errors import ProgramError
-from hap.runtime.collectives import Communicator
+from hap.plan import Collective
+from hap.routes import Way
+from hap.runtime.collectives import Communicator, Pending
 from tests._support.ranks import RankError, run_ranks
 
 DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
-CASES = 60
+CASES = {2: 30, 3: 30, 4: 25, 5: 10, 6: 8}  # by world size
 
 
 def random_sizes(source: random.Random, n: int, world_size: int) -> tuple[int, ...]:
@@ -45,6 +47,27 @@ def whole_tensor(source: random.Random, shape: list[int], dtype: torch.dtype) ->
     return torch.randint(0, 2 if dtype == torch.bool else 5, shape, generator=generator).to(dtype)
 
 
+def any_way(source: random.Random, name: str, world_size: int) -> str:
+    """The decomposition as it stands, or told about some ranks."""
+    if name not in ("ring", "relay", "owners", "two_level") or source.random() < 0.2:
+        return name
+    ranks = source.sample(range(world_size), world_size)
+    if name == "ring":
+        return str(Way(name, (tuple(ranks),)))
+    cut = source.randint(1, world_size - 1)
+    if name == "two_level":
+        return str(Way(name, (tuple(ranks[:cut]), tuple(ranks[cut:]))))
+    return str(Way(name, (tuple(ranks[:cut]),)))
+
+
+def ways(source: random.Random, kind: Collective, world_size: int) -> list[str]:
+    """Every decomposition; the backend's own ring takes no ranks."""
+    return [
+        name if (kind, name) == ("all_reduce", "ring") else any_way(source, name, world_size)
+        for name in DECOMPOSITIONS[kind]
+    ]
+
+
 def every_collective(rank: int, seed: int) -> int:
     """Random cases, the same on every rank; returns how many results were compared."""
     world_size, compared = dist.get_world_size(), 0
@@ -57,30 +80,79 @@ def every_collective(rank: int, seed: int) -> int:
         assert torch.equal(result, expected), (result, expected)
         compared += 1
 
-    for _ in range(CASES):
+    for _ in range(CASES[world_size]):
         shape, layouts = random_case(source, world_size)
         dtype = source.choice(DTYPES)
         whole = whole_tensor(source, shape, dtype)
         first = source.choice(layouts)
         piece = first.take(whole, rank)
-        for how in DECOMPOSITIONS["all_gather"]:
+        for how in ways(source, "all_gather", world_size):
             same(comm.all_gather(piece, **first._asdict(), decomposition=how), whole)
         same(comm.slice(whole, **first._asdict()), piece)
         for second in layouts:
-            same(comm.all_to_all(piece, source=first, target=second), second.take(whole, rank))
+            for how in DECOMPOSITIONS["all_to_all"]:
+                result = comm.all_to_all(piece, source=first, target=second, decomposition=how)
+                same(result, second.take(whole, rank))
         if dtype != torch.bool:
             parts = [whole_tensor(source, shape, dtype) for _ in range(world_size)]
             total = torch.stack(parts).sum(0, dtype=dtype)
-            same(comm.all_reduce(parts[rank]), total)
-            for how in DECOMPOSITIONS["reduce_scatter"]:
+            for how in ways(source, "all_reduce", world_size):
+                same(comm.all_reduce(parts[rank], decomposition=how), total)
+            for how in ways(source, "reduce_scatter", world_size):
                 same(comm.reduce_scatter(parts[rank], **first._asdict(), decomposition=how), first.take(total, rank))
     return compared
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
 def test_every_collective_is_exact_for_random_sizes_dims_atoms_and_dtypes(world_size: int) -> None:
     compared = run_ranks(world_size, every_collective, 7 * world_size)
-    assert compared[0] > 6 * CASES and len(set(compared)) == 1
+    assert compared[0] > 15 * CASES[world_size] and len(set(compared)) == 1
+
+
+def several_at_once(rank: int, seed: int) -> int:
+    """Bundles of values, some left under way while others go by; all against the values' own collectives."""
+    world_size, source, compared = dist.get_world_size(), random.Random(seed), 0
+    comm = Communicator(dist.group.WORLD)
+    for _ in range(8):
+        dtype = source.choice((torch.int64, torch.float32))
+        cases = [random_case(source, world_size) for _ in range(source.randint(1, 4))]
+        wholes = [whole_tensor(source, shape, dtype) for shape, _ in cases]
+        firsts, lasts = [c[1][0] for c in cases], [c[1][-1] for c in cases]
+        pieces = [f.take(w, rank) for f, w in zip(firsts, wholes, strict=True)]
+        summed = [world_size * w for w in wholes]
+        mine = [f.take(s, rank) for f, s in zip(firsts, summed, strict=True)]
+        moved = [s.take(w, rank) for s, w in zip(lasts, wholes, strict=True)]
+        single = [(f,) for f in firsts]
+        jobs: list[tuple[Collective, list[torch.Tensor], list[tuple[Layout, ...]], list[torch.Tensor]]] = [
+            ("all_gather", pieces, single, wholes),
+            ("all_reduce", wholes, [()] * len(wholes), summed),
+            ("reduce_scatter", wholes, single, mine),
+            ("all_to_all", pieces, list(zip(firsts, lasts, strict=True)), moved),
+        ]
+        source.shuffle(jobs)
+        left: list[tuple[Pending, list[torch.Tensor]]] = []
+        for kind, values, layouts, expected in jobs:
+            how = source.choice(ways(source, kind, world_size))
+            if source.random() < 0.6:
+                left.append((comm.start(kind, values, layouts, how), expected))
+            else:
+                compared += all_equal(comm.together(kind, values, layouts, how), expected)
+        source.shuffle(left)
+        for pending, expected in left:
+            compared += all_equal(comm.wait(pending), expected)
+    return compared
+
+
+def all_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
+    for result, value in zip(results, expected, strict=True):
+        assert result.dtype == value.dtype and result.is_contiguous() and torch.equal(result, value), (result, value)
+    return len(results)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_several_values_go_together_and_calls_may_be_under_way(world_size: int) -> None:
+    compared = run_ranks(world_size, several_at_once, 5 + world_size)
+    assert compared[0] >= 32 and len(set(compared)) == 1
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
@@ -105,7 +177,7 @@ def nobody_holds_anything_but_rank_one(rank: int) -> list[list[int]]:
 
 
 def test_one_rank_may_hold_everything() -> None:
-    assert run_ranks(3, nobody_holds_anything_but_rank_one) == [[[0, 1, 2]] * 3] * 3
+    assert run_ranks(3, nobody_holds_anything_but_rank_one) == [[[0, 1, 2]] * len(DECOMPOSITIONS["all_gather"])] * 3
 
 
 def test_a_piece_of_the_wrong_extent_is_refused_before_anything_is_sent() -> None:

@@ -1,0 +1,299 @@
+"""A collective on one or several values at once, in three steps: pack (compute), move (wire), unpack (compute).
+
+Packing lays what every rank needs of this rank's values one after another in one flat tensor, so that a *bundle* of
+values takes as many messages as one value does. ``move`` touches nothing but that tensor and the process group, so it
+may run beside the program. The values of a bundle have one device, and one dtype where sums are made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hap.codegen.layout import Layout
+from hap.placement import Sizes, join_shards
+from hap.routes import ROUTED, Way
+from hap.runtime import exchange
+from hap.runtime.p2p import perform, swap
+from hap.runtime.schedule import Message, gather_messages, reduce_messages, scatter_messages
+
+Layouts = tuple[Layout, ...]  # of one value: none for all_reduce, (source, target) for all_to_all, else one
+
+
+class Here(NamedTuple):
+    """This rank's place in its process group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    world_size: int
+
+
+class Transfer(Protocol):
+    """One collective call. The three are called once each, in this order."""
+
+    def pack(self) -> None: ...
+
+    def move(self) -> None: ...
+
+    def unpack(self) -> list[torch.Tensor]: ...
+
+
+class Gather:
+    """``all_gather``: pieces -> whole values. Bytes, so any mixture of dtypes."""
+
+    def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
+        self.here, self.how, self.values = here, how, values
+        self.layouts = [found for (found,) in layouts]
+        self.shapes = [
+            [layout.local_shape(value.shape, r) for r in range(here.world_size)]
+            for value, layout in zip(values, self.layouts, strict=True)
+        ]
+        self.nbytes = [
+            [math.prod(shape) * value.itemsize for shape in shapes]
+            for value, shapes in zip(values, self.shapes, strict=True)
+        ]
+        self.lengths = [sum(column) for column in zip(*self.nbytes, strict=True)]
+
+    def pack(self) -> None:
+        parts = [exchange.as_bytes(value) for value in self.values]
+        mine = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.how == "padded":
+            self.flat = mine
+            return
+        start = sum(self.lengths[: self.here.rank])
+        self.flat = mine.new_empty(sum(self.lengths))
+        self.flat[start : start + mine.numel()] = mine
+
+    def move(self) -> None:
+        here, lengths = self.here, self.lengths
+        if self.how == "all_to_all":
+            exchange.gather_by_exchange(self.flat, lengths, here.group)
+        elif self.how == "broadcast":
+            exchange.gather_by_broadcast(self.flat, lengths, here.group)
+        elif self.how == "padded":
+            self.flat = exchange.gather_padded(self.flat, lengths, here.group)
+        else:
+            perform(_gather_schedule(self.how, tuple(lengths)), self.flat, here.group)
+
+    def unpack(self) -> list[torch.Tensor]:
+        results = []
+        starts = list(accumulate(self.lengths, initial=0))[:-1]
+        for value, layout, shapes, nbytes in zip(self.values, self.layouts, self.shapes, self.nbytes, strict=True):
+            raw = [self.flat[start : start + n] for start, n in zip(starts, nbytes, strict=True)]
+            starts = [start + n for start, n in zip(starts, nbytes, strict=True)]
+            if len(self.values) == 1 and _in_order(layout, value.shape):
+                results.append(exchange.from_bytes(self.flat, value.dtype, layout.whole_shape(value.shape)))
+                continue
+            pieces = [exchange.from_bytes(r, value.dtype, shape) for r, shape in zip(raw, shapes, strict=True)]
+            results.append(join_shards(pieces, layout.shard, layout.sizes).contiguous())
+        return results
+
+
+class Reduce:
+    """``all_reduce``: partial sums -> sums, everywhere."""
+
+    def __init__(self, here: Here, values: Sequence[torch.Tensor], how: str) -> None:
+        self.here, self.how, self.values = here, how, values
+
+    def pack(self) -> None:
+        parts = [value.reshape(-1) for value in self.values]
+        self.flat = parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts)
+
+    def move(self) -> None:
+        if not self.flat.numel():
+            return
+        if self.how == "ring":
+            dist.all_reduce(self.flat, group=self.here.group)
+            return
+        schedule = _reduce_schedule(self.how, self.flat.numel(), self.here.world_size, self.flat.itemsize)
+        perform(schedule, self.flat, self.here.group)
+
+    def unpack(self) -> list[torch.Tensor]:
+        parts = self.flat.split([value.numel() for value in self.values])
+        return [part.view(value.shape) for part, value in zip(parts, self.values, strict=True)]
+
+
+class Scatter:
+    """``reduce_scatter``: partial sums of whole values -> this rank's pieces of the sums."""
+
+    def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
+        self.here, self.how, self.values = here, how, values
+        self.layouts = [found for (found,) in layouts]
+        self.shapes = [
+            layout.local_shape(value.shape, here.rank) for value, layout in zip(values, self.layouts, strict=True)
+        ]
+
+    def pack(self) -> None:
+        parts = [
+            [layout.take(value, r).reshape(-1) for value, layout in zip(self.values, self.layouts, strict=True)]
+            for r in range(self.here.world_size)
+        ]
+        self.lengths = [sum(p.numel() for p in row) for row in parts]
+        self.flat = torch.cat([p for row in parts for p in row])
+
+    def move(self) -> None:
+        here, lengths = self.here, self.lengths
+        start = sum(lengths[: here.rank])
+        if self.how == "padded":
+            self.mine = exchange.scatter_padded(self.flat, lengths, here.group)
+        elif self.how == "all_to_all_sum":
+            self.mine = exchange.scatter_by_exchange(self.flat, lengths, here.group)
+        else:
+            perform(_scatter_schedule(self.how, tuple(lengths), self.flat.itemsize), self.flat, here.group)
+            self.mine = self.flat[start : start + lengths[here.rank]].clone()
+
+    def unpack(self) -> list[torch.Tensor]:
+        parts = self.mine.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Indices:
+    """Within one dim: positions in my piece that leave for each rank, and in my new piece that arrive from each."""
+
+    leaving: Sequence[torch.Tensor]
+    arriving: Sequence[torch.Tensor]
+
+
+Routes = Mapping[tuple[Layout, Layout], Indices]
+
+
+class Swap:
+    """``all_to_all``: pieces under one layout -> pieces under another. Bytes, so any mixture of dtypes."""
+
+    def __init__(
+        self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str, routes: Routes
+    ) -> None:
+        self.here, self.how, self.values, self.layouts, self.routes = here, how, values, layouts, routes
+        self.shapes = [self._arriving(value, *pair) for value, pair in zip(values, layouts, strict=True)]
+        self.nbytes = [
+            [math.prod(shape) * value.itemsize for shape in shapes]
+            for value, shapes in zip(values, self.shapes, strict=True)
+        ]
+        self.incoming = [sum(column) for column in zip(*self.nbytes, strict=True)]
+
+    def _arriving(self, value: torch.Tensor, source: Layout, target: Layout) -> list[tuple[int, ...]]:
+        """The shape of what comes from each rank."""
+        if source.dim == target.dim:
+            arriving = self.routes[source, target].arriving
+            return [tuple(len(a) if d == source.dim else s for d, s in enumerate(value.shape)) for a in arriving]
+        mine = target.local_shape(value.shape, self.here.rank)
+        return [source.local_shape(mine, r) for r in range(self.here.world_size)]
+
+    def _leaving(self, value: torch.Tensor, source: Layout, target: Layout, rank: int) -> torch.Tensor:
+        if source.dim == target.dim:
+            return value.index_select(source.dim, self.routes[source, target].leaving[rank])
+        return target.take(value, rank)
+
+    def pack(self) -> None:
+        parts = [
+            [
+                exchange.as_bytes(self._leaving(value, *pair, rank))
+                for value, pair in zip(self.values, self.layouts, strict=True)
+            ]
+            for rank in range(self.here.world_size)
+        ]
+        self.outgoing = [sum(p.numel() for p in row) for row in parts]
+        self.flat = torch.cat([p for row in parts for p in row])
+
+    def move(self) -> None:
+        if self.how == "pairs":
+            self.flat = swap(self.flat, self.outgoing, self.incoming, self.here.group)
+        else:
+            received = self.flat.new_empty(sum(self.incoming))
+            dist.all_to_all_single(received, self.flat, self.incoming, self.outgoing, group=self.here.group)
+            self.flat = received
+
+    def unpack(self) -> list[torch.Tensor]:
+        results = []
+        starts = list(accumulate(self.incoming, initial=0))[:-1]
+        for value, (source, target), shapes, nbytes in zip(
+            self.values, self.layouts, self.shapes, self.nbytes, strict=True
+        ):
+            raw = [self.flat[start : start + n] for start, n in zip(starts, nbytes, strict=True)]
+            starts = [start + n for start, n in zip(starts, nbytes, strict=True)]
+            pieces = [exchange.from_bytes(r, value.dtype, shape) for r, shape in zip(raw, shapes, strict=True)]
+            results.append(self._joined(value, source, target, pieces))
+        return results
+
+    def _joined(
+        self, value: torch.Tensor, source: Layout, target: Layout, pieces: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        if source.dim != target.dim:
+            return join_shards(pieces, source.shard, source.sizes).contiguous()
+        result = value.new_empty(target.local_shape(value.shape, self.here.rank))
+        for where, piece in zip(self.routes[source, target].arriving, pieces, strict=True):
+            result.index_copy_(source.dim, where, piece)
+        return result
+
+
+def transfer(
+    kind: str, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str, routes: Routes
+) -> Transfer:
+    """The transfer of a collective of that kind; ``slice`` is none."""
+    match kind:
+        case "all_gather":
+            return Gather(here, values, layouts, how)
+        case "all_reduce":
+            return Reduce(here, values, how)
+        case "reduce_scatter":
+            return Scatter(here, values, layouts, how)
+        case "all_to_all":
+            return Swap(here, values, layouts, how, routes)
+    raise AssertionError(f"{kind} needs no wire")
+
+
+def find_indices(source: Layout, target: Layout, rank: int, world_size: int, device: torch.device) -> Indices:
+    """Each element goes from its owner before to its owner after."""
+    mine_before, mine_after = _held(source, rank), _held(target, rank)
+    owner_before, owner_after = _owners(source, world_size), _owners(target, world_size)
+    leaving = [(owner_after[mine_before] == s).nonzero()[:, 0].to(device) for s in range(world_size)]
+    arriving = [(owner_before[mine_after] == r).nonzero()[:, 0].to(device) for r in range(world_size)]
+    return Indices(leaving, arriving)
+
+
+def _held(layout: Layout, rank: int) -> torch.Tensor:
+    """The global indices along the dim that rank holds, ascending."""
+    return Layout(0, layout.outer, layout.unit, layout.sizes).take(torch.arange(layout.shard.extent), rank)
+
+
+def _owners(layout: Layout, world_size: int) -> torch.Tensor:
+    """For every global index along the dim, the rank that holds it."""
+    owners = torch.empty(layout.shard.extent, dtype=torch.int64)
+    for rank in range(world_size):
+        owners[_held(layout, rank)] = rank
+    return owners
+
+
+def _in_order(layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether the ranks' pieces, one after another in memory, are the whole value."""
+    return layout.outer == 1 and math.prod(shape[: layout.dim]) == 1
+
+
+# The schedule of a collective is the same in every step: pure functions of a few numbers, remembered.
+@lru_cache(maxsize=1024)
+def _gather_schedule(how: str, lengths: Sizes) -> tuple[Message, ...]:
+    return gather_messages(_way(how), lengths, 1)
+
+
+@lru_cache(maxsize=1024)
+def _scatter_schedule(how: str, lengths: Sizes, itemsize: int) -> tuple[Message, ...]:
+    return scatter_messages(_way(how), lengths, itemsize)
+
+
+@lru_cache(maxsize=1024)
+def _reduce_schedule(how: str, length: int, world_size: int, itemsize: int) -> tuple[Message, ...]:
+    return reduce_messages(_way(how), length, world_size, itemsize)
+
+
+def _way(how: str) -> Way:
+    way = Way.parse(how)
+    assert way.name in ROUTED, how
+    return way

@@ -42,7 +42,7 @@ def assemble_plan(
     *,
     optimizer: str,
     model_name: str,
-    lower_bound_s: float,
+    lower_bound_s: float | None,
     solver: Mapping[str, Any],
 ) -> Plan:
     """The plan of one choice and its evaluation. Only groups that some placement shards are in it."""

@@ -130,7 +130,9 @@ def _update_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[
     return Line(nothing, whole) if isinstance(placement, Shard) else Line(whole, nothing)
 
 
-def lower_bound_s(facts: Facts) -> float:
-    """The bound in seconds with the best weights."""
+def lower_bound_s(facts: Facts) -> float | None:
+    """The bound in seconds with the best weights; None where it is not proved: a measured device has no roofline."""
+    if any(type(d) is not Device for d in facts.cluster.devices):
+        return None
     bound = make_bound(facts)
     return bound.seconds(best_weights(bound)) if bound.menus else 0.0

@@ -40,19 +40,20 @@ Effort = Literal["quick", "normal"]
 
 @dataclass(frozen=True)
 class Limits:
-    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves, and
-    whether the estimate without barriers is asked too."""
+    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves (and
+    those times nodes of the graph), and whether the estimate without barriers is asked too."""
 
     starts: int
     rounds: int
     nodes: int
     moves: int
+    work: int
     both_estimates: bool
 
 
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger
 BEHIND = 1.15  # a start whose first round is this much slower than the best so far is given up
-LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, False), "normal": Limits(5, 3, 1000, 60, True)}
+LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, 0, False), "normal": Limits(5, 3, 1000, 60, 20_000, True)}
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 INPUT_TOLERANCE = 0.02  # of the step: what dealing out the inputs may cost
@@ -303,7 +304,7 @@ class Search:
             self.milps += 1
             self.solved[key] = choose(
                 self._skeleton(regather),
-                Prices(self.facts, sizes, capacity, SHORTER * self.bound_s),
+                Prices(self.facts, sizes, capacity, SHORTER * (self.bound_s or 0.0)),
                 forced=forced,
                 barriers=barriers,
                 nodes=self.limits.nodes,
@@ -357,14 +358,15 @@ class Search:
         """Single atoms moved between ranks, in the groups that are used and free."""
         used = used_groups(found.strategies.values())
         bundles = [b for b in self.bundles if set(b) & set(used)]
-        if not bundles or not self.limits.moves:
+        moves = min(self.limits.moves, self.limits.work // len(self.graph.nodes))
+        if not bundles or not moves:
             return found
 
         def cost(sizes: GroupSizes) -> tuple[float, float]:
             evaluation = self._judge(found.strategies, sizes, found.regather)
             return overflow_bytes(evaluation), evaluation.step_s
 
-        sizes = improve(found.sizes, bundles, cost, evaluations=self.limits.moves)
+        sizes = improve(found.sizes, bundles, cost, evaluations=moves)
         evaluation = self._judge(found.strategies, sizes, found.regather)
         return Found(found.strategies, sizes, found.regather, found.left_out, evaluation, found.choice)
 

@@ -29,6 +29,7 @@ from hap.cost_models.memory import local_bytes, optimizer_state_bytes
 from hap.cost_models.work import is_view, node_work
 from hap.fabric import Array
 from hap.graph import Graph, Phase, Value
+from hap.hosts import Device
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Strategy
 from hap.search.classes import Candidates
@@ -176,7 +177,8 @@ class Prices:
         for d in self.facts.cluster.devices:
             numbers = (tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s)
             sizes = tuple(s[d.rank] for s in self.sizes.values())
-            kinds.setdefault((numbers, float(self.capacity_bytes[d.rank]), sizes), d.rank)
+            own = None if type(d) is Device else d.rank  # a measured device is like no other
+            kinds.setdefault((numbers, own, float(self.capacity_bytes[d.rank]), sizes), d.rank)
         return tuple(kinds.values())
 
     def nodes(self, names: Sequence[str], option: int) -> Price:

@@ -1,25 +1,22 @@
 """The best shares at fixed strategies: a linear program (GLOP), one share vector per bundle of groups.
 
-Symbols: bundle b (groups that correspond in equal layers), rank r, stage k (what runs between two collectives),
-conversion m, node i with group b(i), ``fixed`` and ``slope`` its line on the device of r (``parts_coefficients``, a
-tangent of the roofline at the present share).
+Symbols: bundle b (groups that correspond in equal layers), rank r, stage k (what runs between two collectives; the last
+one with the optimizer's update), conversion m, node i with group b(i), ``fixed`` and ``slope`` its line on the device
+of r (``parts_coefficients``, a tangent of the roofline at the present share).
 
     share[b,r] >= 0,  sum_r share[b,r] = 1                                                          (_shares)
     stage[k] >= sum_{i in k} fixed[i,r] + slope[i,r] share[b(i),r]          for every r             (_maximum)
     wire[m] >= constant[m,j] + by_source[m,j] share + by_target[m,j] share  for every port j        (_collective)
-    update  >= the same sum over parameters                                 for every r             (_maximum)
     held[r,t] affine in share <= capacity[r]                                for every r, moment t   (_memory)
-
     away[b,r] >= +-(share[b,r] - share at the present sizes)                                        (_stay)
 
-    minimise  sum_k stage[k] + sum_m wire[m] + update + STAY step sum away
+    minimise  sum_k stage[k] + sum_m wire[m] + STAY step sum away
 
 The last term makes groups that hardly matter stay where they are, instead of in some corner of the optimal face.
 It mirrors ``hap.cost_models.evaluate`` stage by stage. Memory is the estimate of ``hap.search.prices`` shifted by what
-the
-ledger says at the present sizes. A rank that is to be left out has all its shares fixed at zero, and then no launches
-for what it skips. With several groups, shares of different groups need not be equal: a rank with a slow link may have
-little of one and more of another.
+the ledger says at the present sizes. A rank that is to be left out has all its shares fixed at zero, and then no
+launches for what it skips. With several groups, shares of different groups need not be equal: a rank with a slow link
+may have little of one and more of another.
 """
 
 from __future__ import annotations
@@ -137,8 +134,10 @@ class _Program:
                     self._update(update, node.name)
                 elif moment == node.name:
                     self._node(stage, node.name)
+        for group, slope in update.slopes.items():
+            stage.add(group, np.zeros(self.n), slope)
+        stage.add(None, update.constant, np.zeros(self.n))
         self._maximum(f"stage[{number}]", stage)
-        self._maximum("update", update)
 
     def _lines(self) -> _Lines:
         return _Lines(np.zeros(self.n))

@@ -8,12 +8,20 @@ the shares, so the same ``CollectiveForm`` gives seconds to a plan and linear co
                     padded          ring of shards padded to the largest: N-1 steps of B max(rho) bytes
                     broadcast       a broadcast per owner, grouped: NCCL pipelines them round the ring, where the edge
                                     into rank j carries all but j's own shard; Gloo sends each down a binomial tree
-    all_reduce      ring            2(N-1) steps of B/N bytes
+                    pairs, ring, relay, two_level: see below
+    all_reduce      ring            2(N-1) steps of B/N bytes, by the backend
+                    owners, two_level: see below
     reduce_scatter  all_to_all_sum  every rank sends each peer its piece, each sums: B |S_k| sigma(R_k)
                     padded          ring, N-1 steps of B max(sigma); on Gloo an all-reduce of the padded buffer, 2(N-1)
-    all_to_all      direct          rank i sends rank j the overlap of their ranges when both shard the same dim, else
+                    pairs, ring, relay, two_level: see below
+    all_to_all      direct, pairs   rank i sends rank j the overlap of their ranges when both shard the same dim, else
                                     rho_i sigma_j B
     slice           local           no traffic; a copy of B sigma_i bytes
+
+What HAP builds from point-to-point messages (``hap.routes``) sends owner o's bytes down a tree T_o, a reduce-scatter
+up: port k carries B sum_o rho_o |edges of T_o that cross k|. An all-reduce does both at once, with rho the owners' turns.
+The latency is one message for every step of the deepest tree and one for every message that a rank sends at a time; a
+segment takes its time again on every step after the first, which is counted once, on the slowest link.
 
 A ring goes through the ranks in order, so each host's network carries one flow each way. Latencies: one message after
 another for a rank that talks to all (N-1 of them), one per ring step. NCCL picks a tree where that has less latency.
@@ -25,14 +33,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
+from hap.cost_models.collective_routes import route_loads, routings
+from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array, Fabric
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Collective
+from hap.routes import ROUTED, SEGMENT_BYTES, Way, segment_owners
 
 CALL_S = {"nccl": 6.6e-6, "gloo": 50e-6}  # NCCL src/graph/tuning.cc, ring LL base latency; Gloo assumed
 # Gloo posts all sends of an all-to-all at once and the streams collide: measured 1.50, 1.08, 1.05 times the bound for
@@ -41,15 +52,17 @@ GLOO_ALL_TO_ALL_EFFICIENCY = 1 / 1.2
 GLOO_BROADCAST_EFFICIENCY = 0.5  # same table: trees are not pipelined, 567 ms where the busiest link needs 262
 COPY_EFFICIENCY = 0.8  # of memory bandwidth, assumed
 
+MOST_ROUTED = 64  # ranks: trees of every owner grow with the square of the ranks; beyond, only the backends' own ways
+
 _DECOMPOSITIONS: Mapping[tuple[Collective, str], tuple[str, ...]] = {
-    ("all_gather", "nccl"): ("all_to_all", "padded", "broadcast"),
-    ("all_gather", "gloo"): ("all_to_all", "padded"),  # broadcast was never the fastest there (3.6)
-    ("all_reduce", "nccl"): ("ring",),
-    ("all_reduce", "gloo"): ("ring",),
-    ("reduce_scatter", "nccl"): ("all_to_all_sum", "padded"),
-    ("reduce_scatter", "gloo"): ("all_to_all_sum", "padded"),
+    ("all_gather", "nccl"): ("all_to_all", "padded", "broadcast", "ring", "relay", "two_level"),
+    ("all_gather", "gloo"): ("all_to_all", "padded", "pairs", "ring", "relay", "two_level"),
+    ("all_reduce", "nccl"): ("ring", "owners", "two_level"),
+    ("all_reduce", "gloo"): ("ring", "owners", "two_level"),
+    ("reduce_scatter", "nccl"): ("all_to_all_sum", "padded", "ring", "relay", "two_level"),
+    ("reduce_scatter", "gloo"): ("all_to_all_sum", "padded", "pairs", "ring", "relay", "two_level"),
     ("all_to_all", "nccl"): ("direct",),
-    ("all_to_all", "gloo"): ("direct",),
+    ("all_to_all", "gloo"): ("direct", "pairs"),
     ("slice", "nccl"): ("local",),
     ("slice", "gloo"): ("local",),
 }
@@ -60,13 +73,19 @@ class Stage:
     """Rows that run side by side: seconds = max over rows of (constant + by_source @ rho + by_target @ sigma).
 
     ``names`` (K,) says what each row is: a port, or a rank's device. ``constant`` (K,) seconds; ``by_source`` and
-    ``by_target`` (K, N) seconds per unit of share.
+    ``by_target`` (K, N) seconds per unit of share. ``in_memory``: packing and joining, not the wire.
     """
 
     names: tuple[str, ...]
     constant: Array
     by_source: Array
     by_target: Array
+    in_memory: bool = False
+
+    def scaled(self, factor: float) -> Stage:
+        return replace(
+            self, constant=factor * self.constant, by_source=factor * self.by_source, by_target=factor * self.by_target
+        )
 
     def rows(self, source: Array, target: Array) -> Array:
         result: Array = self.constant + self.by_source @ source + self.by_target @ target
@@ -89,8 +108,21 @@ class CollectiveForm:
 
 
 def decompositions(kind: Collective, backend: str) -> tuple[str, ...]:
-    """The ways to perform a collective that are worth asking about on a backend; the first is the plainest."""
+    """The ways to perform a collective that are worth asking about on a backend; the first is the plainest. A name
+    that takes a list of ranks stands here without one: ``candidates`` has those of a cluster."""
     return _DECOMPOSITIONS[kind, backend]
+
+
+def candidates(kind: Collective, cluster: ClusterSpec) -> tuple[str, ...]:
+    """The same for a cluster: orders of ranks, relays and owners as its links suggest them."""
+    found: list[str] = []
+    for name in decompositions(kind, cluster.backend):
+        routed = name in ROUTED and (kind, name) not in (("all_reduce", "ring"), ("all_to_all", "pairs"))
+        if not routed:
+            found.append(name)
+        elif cluster.world_size <= MOST_ROUTED:
+            found += routings(name, cluster.fabric, tuple(d.host for d in cluster.devices))
+    return tuple(found)
 
 
 def best_decomposition(
@@ -99,7 +131,7 @@ def best_decomposition(
     """``(decomposition, seconds)`` of the fastest; the first of equals."""
     timed = [
         (name, collective_seconds(kind, name, nbytes, source, target, sizes, cluster))
-        for name in decompositions(kind, cluster.backend)
+        for name in candidates(kind, cluster)
     ]
     return min(timed, key=lambda t: t[1])
 
@@ -134,11 +166,27 @@ def collective_coefficients(
     its rows are an upper bound (as if no rank kept anything), with ``sizes`` they are scaled to be exact there.
     """
     problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
-    if kind == "slice":
-        return _slice(problem)
-    if cluster.world_size == 1:
+    if cluster.world_size == 1 and kind != "slice":
         return CollectiveForm(0.0, ())
-    return _FORMS[kind, decomposition](problem)
+    form = _slice(problem) if kind == "slice" else _FORMS[kind, decomposition](problem)
+    return _as_measured(form, kind, decomposition, problem, cluster) if isinstance(cluster, CalibratedCluster) else form
+
+
+def _as_measured(
+    form: CollectiveForm, kind: Collective, decomposition: str, p: _Problem, cluster: CalibratedCluster
+) -> CollectiveForm:
+    """The formula's wire stages scaled by what was measured of it, its memory stages replaced."""
+    launch, per_whole, per_local = cluster.copy_rates(kind, decomposition)
+    sharded = [isinstance(placement, Shard) for placement in (p.source, p.target)]
+    whole = 0.0 if all(sharded) else p.nbytes
+    source, target = (p.nbytes * per_local if cut else 0.0 for cut in sharded)
+    memory = p.by_rank(constant=launch + whole * per_whole, source=source, target=target, in_memory=True)
+    if kind == "slice":
+        return CollectiveForm(0.0, (memory,))
+    found = cluster.collective(kind, decomposition)
+    factor = found.factor(p.nbytes)
+    wire = tuple(stage.scaled(factor) for stage in form.stages if not stage.in_memory)
+    return CollectiveForm(found.call_s + factor * form.constant_s, (*wire, memory))
 
 
 def shares(placement: Placement, sizes: GroupSizes, world_size: int) -> Array:
@@ -183,12 +231,22 @@ class _Problem:
         )
 
     def by_rank(
-        self, *, constant: Array | float = 0.0, source: Array | float = 0.0, target: Array | float = 0.0
+        self,
+        *,
+        constant: Array | float = 0.0,
+        source: Array | float = 0.0,
+        target: Array | float = 0.0,
+        in_memory: bool = False,
     ) -> Stage:
         """A stage with one row per rank, each depending on its own shares only: seconds and seconds per share."""
         zeros = np.zeros(self.n)
         names = tuple(d.name for d in self.cluster.devices)
-        return Stage(names, zeros + constant, np.diag(zeros + source), np.diag(zeros + target))
+        return Stage(names, zeros + constant, np.diag(zeros + source), np.diag(zeros + target), in_memory)
+
+    @property
+    def call_s(self) -> float:
+        """Before anything is sent; where it was measured it is no part of the formula."""
+        return 0.0 if isinstance(self.cluster, CalibratedCluster) else CALL_S[self.cluster.backend]
 
     @property
     def copy_s(self) -> Array:
@@ -200,11 +258,11 @@ class _Problem:
     @property
     def exchange_latency_s(self) -> float:
         """Every rank sends to every other, one message after another."""
-        return CALL_S[self.cluster.backend] + float(self.fabric.latency_s.sum(axis=1).max())
+        return self.call_s + float(self.fabric.latency_s.sum(axis=1).max())
 
     @property
     def all_to_all_efficiency(self) -> float:
-        return GLOO_ALL_TO_ALL_EFFICIENCY if self.is_gloo else 1.0
+        return GLOO_ALL_TO_ALL_EFFICIENCY if self.is_gloo and not isinstance(self.cluster, CalibratedCluster) else 1.0
 
     @property
     def edges(self) -> Array:
@@ -214,7 +272,7 @@ class _Problem:
 
     def ring_latency_s(self, steps: int) -> float:
         after = np.roll(np.arange(self.n), -1)
-        return CALL_S[self.cluster.backend] + steps * float(self.fabric.latency_s[np.arange(self.n), after].max())
+        return self.call_s + steps * float(self.fabric.latency_s[np.arange(self.n), after].max())
 
     @property
     def ring_s_per_byte(self) -> float:
@@ -224,30 +282,30 @@ class _Problem:
 
 def _slice(p: _Problem) -> CollectiveForm:
     launch = np.array([d.launch_s for d in p.cluster.devices])
-    return CollectiveForm(0.0, (p.by_rank(constant=launch, target=p.copy_s),))
+    return CollectiveForm(0.0, (p.by_rank(constant=launch, target=p.copy_s, in_memory=True),))
 
 
 def _gather_exchange(p: _Problem) -> CollectiveForm:
     carried = p.nbytes * p.fabric.senders * p.fabric.receivers.sum(axis=1)[:, None]
     stage = p.network(by_source=carried, efficiency=p.all_to_all_efficiency)
-    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s)))
+    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
 
 
 def _gather_padded(p: _Problem) -> CollectiveForm:
     steps = p.n - 1
     stage = p.by_rank(source=steps * p.nbytes * p.ring_s_per_byte)
-    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s)))
+    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
 
 
 def _gather_broadcast(p: _Problem) -> CollectiveForm:
     if p.is_gloo:
         depth = math.ceil(math.log2(p.n))
         stage = p.network(by_source=p.nbytes * _trees(p), efficiency=GLOO_BROADCAST_EFFICIENCY)
-        latency = p.n * CALL_S["gloo"] + depth * float(p.fabric.latency_s.max())
-        return CollectiveForm(latency, (stage, p.by_rank(constant=p.copy_s)))
+        latency = p.n * p.call_s + depth * float(p.fabric.latency_s.max())
+        return CollectiveForm(latency, (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
     edges = p.nbytes * p.edges
     stage = p.network(constant=edges.sum(axis=1), by_source=-np.roll(edges, 1, axis=1))
-    return CollectiveForm(p.ring_latency_s(p.n - 1), (stage, p.by_rank(constant=p.copy_s)))
+    return CollectiveForm(p.ring_latency_s(p.n - 1), (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
 
 
 def _trees(p: _Problem) -> Array:
@@ -268,7 +326,7 @@ def _reduce_ring(p: _Problem) -> CollectiveForm:
     latency = p.ring_latency_s(steps)
     if not p.is_gloo:
         depth = 2 * math.ceil(math.log2(p.n))
-        latency = min(latency, CALL_S["nccl"] + depth * float(p.fabric.latency_s.max()))
+        latency = min(latency, p.call_s + depth * float(p.fabric.latency_s.max()))
     seconds = steps * (p.nbytes / p.n) * p.ring_s_per_byte
     return CollectiveForm(latency + seconds, ())
 
@@ -277,16 +335,43 @@ def _scatter_exchange(p: _Problem) -> CollectiveForm:
     carried = p.nbytes * p.fabric.receivers * p.fabric.senders.sum(axis=1)[:, None]
     stage = p.network(by_target=carried, efficiency=p.all_to_all_efficiency)
     summing = p.copy_s * (p.n + 1) / 2  # N pieces read, one written
-    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s, target=summing)))
+    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s, target=summing, in_memory=True)))
 
 
 def _scatter_padded(p: _Problem) -> CollectiveForm:
     steps = (2 if p.is_gloo else 1) * (p.n - 1)
     stage = p.by_rank(target=steps * p.nbytes * p.ring_s_per_byte)
-    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s)))
+    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
+
+
+def _routed(p: _Problem, kind: Collective, way: Way) -> CollectiveForm:
+    loads = route_loads(way, p.fabric)
+    latency = CALL_S[p.cluster.backend] + loads.latency_s
+    again = min(p.nbytes, SEGMENT_BYTES) * loads.pass_on_s_per_byte
+    if kind == "all_gather":
+        stage = p.network(by_source=p.nbytes * loads.down)
+        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s)))
+    if kind == "reduce_scatter":
+        stage = p.network(by_target=p.nbytes * loads.up)
+        summing = p.copy_s * (p.n + 1) / 2
+        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s, target=summing)))
+    assert kind == "all_reduce", f"{kind} has no decomposition {way}"
+    owners = segment_owners(way, p.n)
+    turns = np.bincount(owners, minlength=p.n) / len(owners)
+    first = min(p.nbytes / len(owners), SEGMENT_BYTES) * loads.turn_s_per_byte
+    stage = p.network(constant=p.nbytes * ((loads.down + loads.up) @ turns))
+    return CollectiveForm(2 * latency + 2 * again + first, (stage, p.by_rank(constant=p.copy_s)))
 
 
 def _direct(p: _Problem) -> CollectiveForm:
+    return _exchange(p, p.all_to_all_efficiency)
+
+
+def _paired(p: _Problem) -> CollectiveForm:
+    return _exchange(p, 1.0)
+
+
+def _exchange(p: _Problem, efficiency: float) -> CollectiveForm:
     """Port k carries at most rho(S_k) B and at most sigma(R_k) B; the row uses the smaller of the two sets."""
     sends_less = p.fabric.senders.sum(axis=1) <= p.fabric.receivers.sum(axis=1)
     by_source = p.nbytes * p.fabric.senders * sends_less[:, None]
@@ -298,8 +383,8 @@ def _direct(p: _Problem) -> CollectiveForm:
         carried = ((p.fabric.senders @ pieces) * p.fabric.receivers).sum(axis=1)
         exact = np.divide(carried, bound, out=np.ones_like(bound), where=bound > 0)
         by_source, by_target = by_source * exact[:, None], by_target * exact[:, None]
-    stage = p.network(by_source=by_source, by_target=by_target, efficiency=p.all_to_all_efficiency)
-    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(source=p.copy_s, target=p.copy_s)))
+    stage = p.network(by_source=by_source, by_target=by_target, efficiency=efficiency)
+    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(source=p.copy_s, target=p.copy_s, in_memory=True)))
 
 
 def overlaps(source: Placement, target: Placement, rho: Array, sigma: Array) -> Array:
@@ -325,4 +410,5 @@ _FORMS: Mapping[tuple[Collective, str], Callable[[_Problem], CollectiveForm]] = 
     ("reduce_scatter", "all_to_all_sum"): _scatter_exchange,
     ("reduce_scatter", "padded"): _scatter_padded,
     ("all_to_all", "direct"): _direct,
+    ("all_to_all", "pairs"): _paired,
 }

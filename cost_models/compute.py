@@ -13,6 +13,7 @@ The efficiencies are the fractions of the data sheet that real kernels reach. Th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,6 +21,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.work import OpClass, Work, node_work
 from hap.errors import ClusterError
 from hap.fabric import Array
@@ -52,6 +54,7 @@ _MEMORY_EFFICIENCY: Mapping[OpClass, float] = {
 # right for CPUs and optimistic for consumer cards, which the catalogue lists; 16-bit types without
 # hardware run as float32.
 _STAND_IN = {"float64": ("float32", 0.5), "bfloat16": ("float32", 1.0), "float16": ("float32", 1.0)}
+_GROUP = re.compile(r"@\w+")
 _DTYPE_NAME = {torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -105,6 +108,21 @@ class Parts:
     fixed_bytes: int
     shared_bytes: int
     idle_when_empty: bool  # a rank with no share launches nothing
+    work: Work = field(compare=False, repr=False)
+    strategy: Strategy = field(compare=False, repr=False)
+
+    @cached_property
+    def call(self) -> str:
+        """The call and how it is sharded, whatever the group is called: the key of what was measured of it."""
+        return f"{self.work.call} {_GROUP.sub('', str(self.strategy))}"
+
+    @property
+    def op(self) -> str:
+        return self.work.node.op if self.work.node is not None else ""
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
 
 def split_work(work: Work, strategy: Strategy) -> Parts:
@@ -115,17 +133,20 @@ def split_work(work: Work, strategy: Strategy) -> Parts:
     shared = sum(nbytes for p, nbytes in slots if isinstance(p, Shard))
     fixed = sum(nbytes for p, nbytes in slots if not isinstance(p, Shard))
     if shard is None:
-        return Parts(work.op_class, work.dtype, None, 1, work.flops, 0.0, fixed + work.fetched_bytes, 0, False)
+        moved = fixed + work.fetched_bytes
+        return Parts(work.op_class, work.dtype, None, 1, work.flops, 0.0, moved, 0, False, work, strategy)
     idle = all(p is None or isinstance(p, Shard) for p in strategy.outputs)
-    return Parts(
-        work.op_class, work.dtype, shard.group, shard.n, 0.0, work.flops, fixed, shared + work.fetched_bytes, idle
-    )
+    shared += work.fetched_bytes
+    return Parts(work.op_class, work.dtype, shard.group, shard.n, 0.0, work.flops, fixed, shared, idle, work, strategy)
 
 
 def parts_seconds(parts: Parts, share: float, device: Device, model: ComputeModel = DEFAULT_MODEL) -> float:
-    """Seconds on ``device`` for a rank that holds ``share`` in [0, 1] of the group."""
+    """Seconds on ``device`` for a rank that holds ``share`` in [0, 1] of the group: as measured, if it was."""
     if parts.op_class == "view" or (share == 0 and parts.idle_when_empty):
         return 0.0
+    if isinstance(device, MeasuredDevice):
+        work = (parts.fixed_flops + share * parts.shared_flops, parts.fixed_bytes + share * parts.shared_bytes)
+        return device.call_seconds(parts.call, parts.op, parts.op_class, parts.dtype_name, share, work)
     arithmetic = (parts.fixed_flops + share * parts.shared_flops) / model.flops_per_s(
         device, parts.op_class, parts.dtype
     )
@@ -140,10 +161,15 @@ def parts_coefficients(
 
     The line is the side of the roofline that is active at ``at_share``: exact around there, and nowhere more than the
     true seconds, since the maximum of two lines lies above each; except at a share of zero, where an idle rank costs
-    nothing and the line still has its launch.
+    nothing and the line still has its launch. Of a measured device it is the chord around ``at_share``.
     """
     if parts.op_class == "view":
         return 0.0, 0.0
+    if isinstance(device, MeasuredDevice):
+        low, high = max(1e-3, at_share - 0.05), min(1.0, at_share + 0.05)
+        at_low, at_high = (parts_seconds(parts, share, device, model) for share in (low, high))
+        slope = (at_high - at_low) / (high - low)
+        return at_low - slope * low, slope
     flops_per_s = model.flops_per_s(device, parts.op_class, parts.dtype)
     bytes_per_s = model.bytes_per_s(device, parts.op_class)
     arithmetic = (parts.fixed_flops / flops_per_s, parts.shared_flops / flops_per_s)
@@ -206,6 +232,9 @@ class ComputeTable:
         """Seconds of every rank, given every rank's share of ``parts.group`` (ones if it has none)."""
         if parts.op_class == "view":
             return np.zeros(len(self.devices))
+        if any(isinstance(d, MeasuredDevice) for d in self.devices):
+            pairs = zip(shares.tolist(), self.devices, strict=True)
+            return np.array([parts_seconds(parts, share, device, self.model) for share, device in pairs])
         flops_per_s, bytes_per_s = self.rates(parts.op_class, parts.dtype)
         arithmetic = (parts.fixed_flops + shares * parts.shared_flops) / flops_per_s
         traffic = (parts.fixed_bytes + shares * parts.shared_bytes) / bytes_per_s

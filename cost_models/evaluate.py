@@ -20,6 +20,7 @@ from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
 from hap.cost_models.compute import DEFAULT_MODEL, ComputeModel
 from hap.cost_models.memory import MemoryUse, local_bytes, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
 from hap.fabric import Array
 from hap.graph import Graph, Node, Value
@@ -159,7 +160,11 @@ def update_seconds(
         assert placement is not None
         own = local_bytes(graph.meta(Value(node.name)).nbytes, placement, sizes, cluster.world_size)
         moved = own * (3 + 2 * optimizer_state_bytes(optimizer, 1))
-        seconds = seconds + (own > 0) * launch + moved / bandwidth
+        for rank, device in enumerate(cluster.devices):
+            if isinstance(device, MeasuredDevice):
+                seconds[rank] += device.update_seconds(optimizer, own[rank]) if own[rank] > 0 else 0.0
+            elif own[rank] > 0:
+                seconds[rank] += launch[rank] + moved[rank] / bandwidth[rank]
     return seconds
 
 

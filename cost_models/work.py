@@ -15,12 +15,13 @@ own sizes; a tensor that an ``expand`` repeats is read at its size before the re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 
-from hap.graph import Graph, Node, TensorMeta, Value
+from hap.graph import Graph, Node, TensorMeta, Value, map_values
 
 OpClass = Literal["matmul", "attention", "conv", "elementwise", "reduction", "index", "view"]
 
@@ -69,7 +70,7 @@ _FLOPS_PER_ELEMENT = {
 class Work:
     """One call on whole tensors. ``read[i]`` bytes belong to tensor argument i, ``written[j]`` to output j;
     ``fetched_bytes`` are rows read from a table, which follow the outputs and not the table. ``dtype`` is what the
-    arithmetic runs in."""
+    arithmetic runs in. ``call`` is the call itself in words, for looking up what was measured of it."""
 
     op_class: OpClass
     flops: float
@@ -77,6 +78,18 @@ class Work:
     written: tuple[int, ...]
     fetched_bytes: int
     dtype: torch.dtype
+    node: Node | None = field(default=None, compare=False, repr=False)
+    metas: tuple[TensorMeta, ...] = field(default=(), compare=False, repr=False)
+
+    @cached_property
+    def call(self) -> str:
+        """Such as ``aten.mm.default(float32[8, 4], float32[4, 4])``: equal for calls that do the same."""
+        if self.node is None:
+            return ""
+        described = iter([f"{str(m.dtype).removeprefix('torch.')}{list(m.shape)}" for m in self.metas])
+        parts = [_describe(map_values(a, lambda _: next(described))) for a in self.node.args]
+        parts += [f"{k}={_describe(map_values(a, lambda _: next(described)))}" for k, a in self.node.kwargs]
+        return f"{self.node.op}({', '.join(parts)})"
 
     @property
     def bytes_read(self) -> int:
@@ -123,7 +136,11 @@ def node_work(graph: Graph, node: Node) -> Work:
         read[0], fetched = 0, node.meta.nbytes
     if name.endswith("_like") or name.startswith("new_"):
         read = [0] * len(read)  # only the shape is looked at
-    return Work(kind, _flops(kind, name, node, metas, outputs), tuple(read), written, fetched, dtype)
+    return Work(kind, _flops(kind, name, node, metas, outputs), tuple(read), written, fetched, dtype, node, metas)
+
+
+def _describe(argument: Any) -> str:
+    return argument if isinstance(argument, str) else str(argument).replace("'", "")
 
 
 def _flops(

@@ -1,0 +1,111 @@
+"""What a routed collective (``hap.routes``) does to the ports of a cluster, and which routings are worth trying there.
+
+``RouteLoads`` belongs to a way and a fabric and to nothing else: it is remembered, since a search asks for it for every
+value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hap.fabric import Array, Fabric
+from hap.routes import Way, tree
+
+
+@dataclass(frozen=True, eq=False)
+class RouteLoads:
+    """``down`` (K, N): how often port k is crossed when rank i's bytes go down its tree; ``up`` when they come up.
+
+    ``latency_s`` of all steps of the deepest tree and of the messages that one rank sends at a time;
+    ``pass_on_s_per_byte``: what a segment takes on the steps after the first; ``turn_s_per_byte``: what the slowest link
+    takes for a segment on its way up before the first one can come down.
+    """
+
+    down: Array
+    up: Array
+    latency_s: float
+    pass_on_s_per_byte: float
+    turn_s_per_byte: float
+
+
+@lru_cache(maxsize=512)
+def route_loads(way: Way, fabric: Fabric) -> RouteLoads:
+    """Of every owner's tree."""
+    n = fabric.world_size
+    down, up = np.zeros_like(fabric.senders), np.zeros_like(fabric.senders)
+    pace = _pair_s_per_byte(fabric)
+    latency, passing = 0.0, 0.0
+    for root in range(n):
+        edges = tree(way, root, n)
+        parents, children = [e.parent for e in edges], [e.child for e in edges]
+        down[:, root] = (fabric.senders[:, parents] * fabric.receivers[:, children]).sum(axis=1)
+        up[:, root] = (fabric.senders[:, children] * fabric.receivers[:, parents]).sum(axis=1)
+        steps: dict[int, float] = {}
+        later: dict[int, float] = {}
+        for e in edges:
+            steps[e.depth] = max(steps.get(e.depth, 0.0), float(fabric.latency_s[e.parent, e.child]))
+            if e.depth > 1:
+                later[e.depth] = max(later.get(e.depth, 0.0), float(pace[e.parent, e.child]))
+        latency = max(latency, sum(steps.values()))
+        passing = max(passing, sum(later.values()))
+    return RouteLoads(down, up, latency, passing, float(pace.max(initial=0.0)))
+
+
+def routings(name: str, fabric: Fabric, hosts: tuple[str, ...]) -> tuple[str, ...]:
+    """The routings of one name that this fabric suggests; ``hosts[rank]`` is the rank's host."""
+    ranks = tuple(range(fabric.world_size))
+    match name:
+        case "pairs":
+            return (name,)
+        case "ring":
+            order = _near_neighbours(fabric)
+            return (name,) if order == ranks else (name, str(Way(name, (order,))))
+        case "relay":
+            return tuple(str(Way(name, (fast,))) for fast in _fast_sets(fabric))
+        case "owners":
+            return tuple(str(Way(name, (owners,))) for owners in (ranks, *_fast_sets(fabric)))
+        case "two_level":
+            groups = tuple(tuple(r for r in ranks if hosts[r] == h) for h in dict.fromkeys(hosts))
+            several = 1 < len(groups) < len(ranks)
+            return (str(Way(name, groups)),) if several else ()
+    raise AssertionError(name)
+
+
+@lru_cache(maxsize=64)
+def _fast_sets(fabric: Fabric) -> tuple[tuple[int, ...], ...]:
+    """Every set of the k ranks with the fastest ways out and in, where rates differ: at most one for each rate."""
+    ranks = range(fabric.world_size)
+    rate = [round(_own_rate(fabric, r), 3) for r in ranks]
+    return tuple(tuple(r for r in ranks if rate[r] >= least) for least in sorted(set(rate), reverse=True)[:-1])
+
+
+def _own_rate(fabric: Fabric, rank: int) -> float:
+    """Bytes/s of the slower of the rank's way out and its way in towards everybody, shared fairly with its host."""
+    ways = [
+        float(fabric.rates[k]) / float(side[k].sum())
+        for side in (fabric.senders, fabric.receivers)
+        for k in range(len(fabric.ports))
+        if side[k, rank]
+    ]
+    return min(ways, default=float("inf"))
+
+
+def _pair_s_per_byte(fabric: Fabric) -> Array:
+    """(N, N): seconds a byte takes from rank i to rank j when nobody else talks; 0 on the diagonal."""
+    found = np.zeros((fabric.world_size, fabric.world_size))
+    for k in range(len(fabric.ports)):
+        crossing = np.outer(fabric.senders[k], fabric.receivers[k]) / fabric.rates[k]
+        found = np.maximum(found, crossing)
+    return found
+
+
+def _near_neighbours(fabric: Fabric) -> tuple[int, ...]:
+    """From rank 0 always on to the best reached rank that is left; the next in rank order of equals."""
+    pace, order = _pair_s_per_byte(fabric), [0]
+    while len(order) < fabric.world_size:
+        left = [r for r in range(fabric.world_size) if r not in order]
+        order.append(min(left, key=lambda r: (pace[order[-1], r], (r - order[-1]) % fabric.world_size)))
+    return tuple(order)

@@ -1,0 +1,232 @@
+"""Timing links and collectives. Everything here is collective: every rank calls it at the same time.
+
+A link is measured by its receiver alone: it asks, the sender answers with so many bytes. A collective is timed by all
+on one clock (rank 0's, to which each rank measures its offset): from the moment when the last rank enters the wire to
+that when the last leaves it. Packing and joining are told apart from the wire by the communicator's pace.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hap.cluster import ClusterSpec
+from hap.codegen.layout import Layout
+from hap.cost_models.collective import collective_coefficients, decompositions, shares
+from hap.cost_models.fit import CopyTiming, WireTiming
+from hap.cost_models.profile import LinkProfile
+from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
+from hap.plan import Collective
+from hap.runtime.collectives import Communicator
+
+ATOMS = 16  # of the measured values, per side
+VALUE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21)
+LINK_BYTES = (1 << 18, 1 << 20)  # at least 16 times a shaper's burst: smaller messages pass faster than the rate
+REPEATS = 5
+LINK_REPEATS = 3
+
+
+class Ends(NamedTuple):
+    """One run on one rank: when the wire was entered and left (rank 0's clock), seconds of packing and joining."""
+
+    entered: float
+    left: float
+    copying_s: float
+
+
+class Recorder:
+    """A ``Pace`` that only looks on."""
+
+    def __init__(self, device: torch.device, slowdown: float | None, offset_s: float) -> None:
+        self.device, self.slowdown, self.offset_s = device, slowdown, offset_s
+
+    def begin(self) -> None:
+        self.copying_s, self.entered, self.left = 0.0, 0.0, 0.0
+        self._mark = self._now()
+
+    def settle(self) -> None:
+        self.copying_s += self._now() - self._mark
+        self.entered = self.entered or time.perf_counter()
+
+    def resume(self) -> None:
+        synchronize(self.device)
+        self.left = time.perf_counter()
+        self._mark = self._now()
+
+    def end(self) -> Ends:
+        self.copying_s += self._now() - self._mark
+        return Ends(self.entered + self.offset_s, self.left + self.offset_s, self.copying_s * (self.slowdown or 1.0))
+
+    def _now(self) -> float:
+        synchronize(self.device)
+        return time.perf_counter() if self.slowdown is None else time.thread_time()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock_offset_s(device: torch.device, rounds: int = 8) -> float:
+    """What to add to this rank's ``perf_counter`` to get rank 0's: Cristian's method, the round of the least delay."""
+    rank, found = dist.get_rank(), (float("inf"), 0.0)
+    told = torch.zeros(1, dtype=torch.float64, device=device)
+    for other in range(1, dist.get_world_size()):
+        for _ in range(rounds):
+            if rank == other:
+                asked = time.perf_counter()
+                dist.send(told, 0)
+                dist.recv(told, 0)
+                theirs, answered = float(told), time.perf_counter()
+                found = min(found, (answered - asked, theirs - (asked + answered) / 2))
+            elif rank == 0:
+                dist.recv(told, other)
+                dist.send(torch.full_like(told, time.perf_counter()), other)
+    return found[1]
+
+
+def measure_links(device: torch.device, repeats: int = LINK_REPEATS) -> tuple[LinkProfile, ...]:
+    """Every ordered pair, one after another; the same on every rank."""
+    n, mine = dist.get_world_size(), []
+    for source in range(n):
+        for target in range(n):
+            if source != target:
+                dist.barrier()
+                if dist.get_rank() in (source, target):
+                    found = _measure_link(source, target, device, repeats)
+                    mine += [found] if dist.get_rank() == target else []
+    gathered: list[list[LinkProfile]] = [[] for _ in range(n)]
+    dist.all_gather_object(gathered, mine)
+    return tuple(sorted((link for found in gathered for link in found), key=lambda k: (k.source, k.target)))
+
+
+def _measure_link(source: int, target: int, device: torch.device, repeats: int) -> LinkProfile:
+    sizes = (1, *LINK_BYTES)
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    ask = torch.zeros(1, dtype=torch.uint8, device=device)
+    for size in (1, *sizes * repeats):  # one more to warm up
+        answer = torch.zeros(size, dtype=torch.uint8, device=device)
+        if dist.get_rank() == source:
+            dist.recv(ask, target)
+            dist.send(answer, target)
+            synchronize(device)
+        else:
+            start = time.perf_counter()
+            dist.send(ask, source)
+            dist.recv(answer, source)
+            synchronize(device)
+            seconds[size].append(time.perf_counter() - start)
+    empty = min(seconds[1][1:])
+    small, large = (statistics.median(seconds[size]) for size in LINK_BYTES)
+    spread = statistics.median(abs(s - large) for s in seconds[LINK_BYTES[1]]) / large
+    per_byte = max(large - small, 0.1 * large) / (LINK_BYTES[1] - LINK_BYTES[0])
+    return LinkProfile(source=source, target=target, latency_s=empty / 2, bytes_per_s=1.0 / per_byte, spread=spread)
+
+
+def measure_collectives(
+    cluster: ClusterSpec, comm: Communicator, slowdown: float | None, *, repeats: int = REPEATS
+) -> tuple[tuple[WireTiming, ...], tuple[CopyTiming, ...]]:
+    """(the wire's timings, the same on every rank; this rank's copies). ``cluster`` gives the formula's seconds: one
+    whose links are already measured."""
+    recorder = Recorder(comm.device, slowdown, clock_offset_s(comm.device))
+    comm.pace = recorder
+    wire: list[WireTiming] = []
+    copies: list[CopyTiming] = []
+    try:
+        for case in _cases(cluster):
+            ends = [_once(case, comm, recorder) for _ in range(repeats + 1)][1:]
+            copies.append(case.copied(comm.rank, min(e.copying_s for e in ends)))
+            if case.kind != "slice":
+                everyone = comm.gather_objects([(e.entered, e.left) for e in ends])
+                wire.append(case.timed(everyone, cluster))
+    finally:
+        comm.pace = None
+    return tuple(wire), tuple(copies)
+
+
+class Case(NamedTuple):
+    """One collective on one value of ``nbytes``, (ATOMS, any) float32, dealt as ``sizes``."""
+
+    kind: Collective
+    decomposition: str
+    nbytes: int
+    sizes: Sizes
+    source: Placement
+    target: Placement
+
+    def call(self, comm: Communicator) -> Callable[[], torch.Tensor]:
+        rows, columns = ATOMS, self.nbytes // 4 // ATOMS
+        whole = torch.ones(rows, columns, device=comm.device)
+        cut = Layout(0, 1, 1, self.sizes)
+        settings = {"dim": 0, "outer": 1, "unit": 1, "sizes": self.sizes, "decomposition": self.decomposition}
+        match self.kind:
+            case "all_reduce":
+                return lambda: comm.all_reduce(whole, decomposition=self.decomposition)
+            case "reduce_scatter":
+                return lambda: comm.reduce_scatter(whole, **settings)  # type: ignore[arg-type]
+            case "slice":
+                return lambda: comm.slice(whole, **settings)  # type: ignore[arg-type]
+        piece = cut.take(whole, comm.rank)
+        if self.kind == "all_gather":
+            return lambda: comm.all_gather(piece, **settings)  # type: ignore[arg-type]
+        across = Layout(1, 1, columns // ATOMS, self.sizes)
+        return lambda: comm.all_to_all(piece, source=cut, target=across, decomposition=self.decomposition)
+
+    def copied(self, rank: int, seconds: float) -> CopyTiming:
+        cut = [isinstance(p, Shard) for p in (self.source, self.target)]
+        local = sum(cut) * self.nbytes * self.sizes[rank] / ATOMS
+        return CopyTiming(self.kind, self.decomposition, 0.0 if all(cut) else self.nbytes, local, max(seconds, 1e-7))
+
+    def timed(self, everyone: Sequence[Sequence[tuple[float, float]]], cluster: ClusterSpec) -> WireTiming:
+        """``everyone[rank][repeat]`` is (entered, left)."""
+        seconds = [
+            max(left for _, left in run) - max(entered for entered, _ in run) for run in zip(*everyone, strict=True)
+        ]
+        middle = statistics.median(seconds)
+        spread = statistics.median(abs(s - middle) for s in seconds) / middle
+        given = {"g": self.sizes}
+        form = collective_coefficients(
+            self.kind, self.decomposition, self.nbytes, self.source, self.target, cluster, sizes=given
+        )
+        rho, sigma = (shares(p, given, cluster.world_size) for p in (self.source, self.target))
+        formula = form.constant_s + sum(s.seconds(rho, sigma) for s in form.stages if not s.in_memory)
+        return WireTiming(self.kind, self.decomposition, self.nbytes, formula, middle, spread)
+
+
+def _once(case: Case, comm: Communicator, recorder: Recorder) -> Ends:
+    run = case.call(comm)
+    dist.barrier()
+    recorder.begin()
+    run()
+    return recorder.end()
+
+
+def _cases(cluster: ClusterSpec) -> Iterator[Case]:
+    """Every collective and decomposition, every size; even shares, and shares that fall from the first rank on."""
+    n = cluster.world_size
+    rows, columns = Shard(0, 1, ATOMS, 1, "g"), Shard(1, 1, ATOMS, 1, "g")
+    sides: dict[Collective, tuple[Placement, Placement]] = {
+        "all_gather": (rows, REPLICATE),
+        "all_reduce": (PARTIAL, REPLICATE),
+        "reduce_scatter": (PARTIAL, rows),
+        "all_to_all": (rows, columns),
+        "slice": (REPLICATE, rows),
+    }
+    for kind, (source, target) in sides.items():
+        for decomposition in decompositions(kind, cluster.backend):
+            for nbytes in VALUE_BYTES:
+                for sizes in dealings(n) if kind != "all_reduce" else dealings(n)[:1]:
+                    yield Case(kind, decomposition, nbytes, sizes, source, target)
+
+
+def dealings(n: int) -> tuple[Sizes, ...]:
+    """``ATOMS`` dealt to n ranks: evenly, and the first half of the ranks three times as much as the rest."""
+    even = tuple(ATOMS * (r + 1) // n - ATOMS * r // n for r in range(n))
+    weights = [3.0 if r < n / 2 else 1.0 for r in range(n)]
+    edges = [round(ATOMS * sum(weights[:r]) / sum(weights)) for r in range(n + 1)]
+    return even, tuple(b - a for a, b in zip(edges, edges[1:], strict=False))

@@ -72,17 +72,22 @@ def run(given: argparse.Namespace) -> int:
 
 
 def down(given: argparse.Namespace) -> int:
-    """Remove beds that ``up`` made, and whatever killed runs left. Running ones are left alone."""
+    """Remove beds that ``up`` made and whatever killed runs left, or only those named. Running ones are left alone."""
     if os.geteuid() != 0 and (records() or network.existing()):
         raise TestbedError("needs root (it removes network namespaces): run it with sudo")
     removed = 0
+    named = set(given.beds)
     for record in records():
+        if named and record.bed_id not in named:
+            continue
         if record.owner is None or record.leftover:
             clean(record.bed_id, record.controller)
             removed += 1
         else:
             print(f"bed {record.bed_id} is in use by process {record.owner.pid}; left alone")
     for bed_id in unrecorded():
+        if named and bed_id not in named:
+            continue
         clean(bed_id, cgroup.find())
         removed += 1
     print(f"removed {removed} bed{'' if removed == 1 else 's'}" if removed else "nothing to remove")
@@ -139,6 +144,8 @@ def _parser() -> argparse.ArgumentParser:
         if name in ("up", "run"):
             command.add_argument("--cluster", required=True, metavar="FILE", help="a cluster description (YAML)")
             command.add_argument("--mode", choices=("deadline", "quota"), default="deadline")
+        if name == "down":
+            command.add_argument("beds", nargs="*", metavar="BED", help="ids, as status shows them")
         if name == "run":
             command.add_argument("--timeout", type=float, metavar="SECONDS", help="end it after this long")
             command.add_argument("command", nargs="*", metavar="-- COMMAND", help="run as every rank")

@@ -7,6 +7,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.testbed import RankError, Testbed, cgroup, network
+from benchmarks.testbed.__main__ import main
 from benchmarks.testbed.layout import GOODPUT
 from benchmarks.testbed.record import records
 from hap.cluster import ClusterSpec
@@ -105,6 +107,20 @@ def cgroups_of(rank: int) -> str:
     return Path("/proc/self/cgroup").read_text()
 
 
+def group_of_a_thread(rank: int) -> str:
+    """Of one that is born after the quota began to hold this rank."""
+    found: list[str] = []
+
+    def look() -> None:
+        time.sleep(0.5)
+        found.append(Path(f"/proc/self/task/{threading.get_native_id()}/cgroup").read_text())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 def own_groups() -> tuple[str, ...]:
     controller = cgroup.find()
     return () if controller is None else cgroup.existing(controller)
@@ -114,11 +130,6 @@ def traces(bed_id: str) -> tuple[object, ...]:
     """Whatever is left of a bed."""
     names = tuple(n for n in network.existing() if bed_id in n)
     return (names, tuple(g for g in own_groups() if g == bed_id), tuple(r for r in records() if r.bed_id == bed_id))
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "benchmarks.testbed", *arguments]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def running(argv: list[str]) -> list[int]:
@@ -211,6 +222,8 @@ def test_quota_mode_puts_each_rank_in_a_group_of_its_own_and_leaves_nothing(clus
         bed_id = bed.layout.bed_id
         for rank, text in enumerate(bed.run(cgroups_of)):
             assert f"hapbed-{bed_id}/r{rank}" in text
+        holder = "r1" if bed.controller is not None and bed.controller.version == 2 else "all"
+        assert f"hapbed-{bed_id}/{holder}" in bed.run(group_of_a_thread)[1]
     assert traces(bed_id) == ((), (), ())
 
 
@@ -221,16 +234,15 @@ def test_leaving_by_an_exception_leaves_nothing(cluster: ClusterSpec) -> None:
     bed.down()  # twice is fine
 
 
-def test_up_stands_until_down_and_down_twice_is_fine(cluster_file: str) -> None:
-    up = command("up", "--cluster", cluster_file)
-    assert up.returncode == 0, up.stderr
-    bed_id = up.stdout.split()[1]
+def test_up_stands_until_down_and_down_twice_is_fine(cluster_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--cluster", cluster_file]) == 0
+    bed_id = capsys.readouterr().out.split()[1]
     assert len(traces(bed_id)[0]) == 3  # type: ignore[arg-type]
-    ran = command("run", "--cluster", cluster_file, "--", "sh", "-c", "echo I am $RANK on $HAP_TESTBED")
-    assert f"[rank 1] I am 1 on {bed_id}" in ran.stdout, ran.stderr
-    assert command("down").returncode == 0
-    assert traces(bed_id) == ((), (), ())
-    assert command("down").returncode == 0
+    assert main(["run", "--cluster", cluster_file, "--", "sh", "-c", "echo I am $RANK on $HAP_TESTBED"]) == 0
+    assert f"[rank 1] I am 1 on {bed_id}" in capsys.readouterr().out
+    for _ in range(2):
+        assert main(["down", bed_id]) == 0
+        assert traces(bed_id) == ((), (), ())
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -249,5 +261,5 @@ def test_a_runner_that_is_ended_leaves_nothing_after_down(cluster_file: str, end
     wait_for(lambda: running(sleep) == [])
     if ending == signal.SIGKILL:
         assert traces(bed_id)[0] != ()
-        assert command("down").returncode == 0
+        assert main(["down", bed_id]) == 0
     assert traces(bed_id) == ((), (), ())

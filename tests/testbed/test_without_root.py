@@ -1,0 +1,72 @@
+"""The same commands where namespaces cannot be made: they run on the loopback and say what is not enforced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.testbed import Testbed, TestbedError, network
+from benchmarks.testbed.__main__ import main
+from hap.cluster import ClusterSpec
+
+CLUSTER = """
+backend: gloo
+hosts:
+  - name: a
+    devices: [{name: d, tflops: {float32: 2}, memory: 1GB, memory_bandwidth: 10GB/s}]
+    network: {bandwidth: 100Mbit/s, latency: 250us}
+  - name: b
+    devices: [{name: d, tflops: {float32: 1}, memory: 1GB, memory_bandwidth: 10GB/s}]
+    network: {bandwidth: 100Mbit/s, latency: 250us}
+"""
+
+
+@pytest.fixture
+def no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "missing", lambda: "needs root (it makes network namespaces): run it with sudo")
+
+
+@pytest.fixture
+def cluster_file(tmp_path: Path) -> str:
+    path = tmp_path / "pair.yaml"
+    path.write_text(CLUSTER)
+    return str(path)
+
+
+def total(rank: int) -> float:
+    value = torch.tensor([float(rank)])
+    dist.all_reduce(value)
+    return value.item()
+
+
+def test_functions_run_as_ranks_on_the_loopback() -> None:
+    with Testbed(ClusterSpec.from_yaml(CLUSTER), enforced=False) as bed:
+        assert bed.run(total) == [1.0, 1.0]
+        assert any("needs root" in sentence for sentence in bed.not_enforced)
+
+
+def test_run_says_what_is_not_enforced(no_root: None, cluster_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--cluster", cluster_file, "--", "sh", "-c", "echo $RANK by $GLOO_SOCKET_IFNAME"]) == 0
+    said = capsys.readouterr()
+    assert "[rank 1] 1 by lo" in said.out
+    assert "needs root" in said.err and "not enforced: links are this machine's loopback" in said.err
+
+
+def test_up_needs_root_and_says_so_in_one_line(
+    no_root: None, cluster_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--cluster", cluster_file]) == 2
+    assert capsys.readouterr().err.startswith("error: needs root")
+
+
+def test_a_bed_needs_root(no_root: None) -> None:
+    with pytest.raises(TestbedError, match="needs root"), Testbed(ClusterSpec.from_yaml(CLUSTER)):
+        pass
+
+
+def test_run_without_a_command_is_refused(cluster_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--cluster", cluster_file]) == 2
+    assert "no command" in capsys.readouterr().err

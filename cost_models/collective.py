@@ -19,9 +19,8 @@ the shares, so the same ``CollectiveForm`` gives seconds to a plan and linear co
     slice           local           no traffic; a copy of B sigma_i bytes
 
 What HAP builds from point-to-point messages (``hap.routes``) sends owner o's bytes down a tree T_o, a reduce-scatter
-up: port k carries B sum_o rho_o |edges of T_o that cross k|. An all-reduce does both at once, with rho the owners' turns.
-The latency is one message for every step of the deepest tree and one for every message that a rank sends at a time; a
-segment takes its time again on every step after the first, which is counted once, on the slowest link.
+up: port k carries B sum_o rho_o |edges of T_o that cross k|. An all-reduce does both at once, rho the owners' turns.
+The latency is one message for every step of the deepest tree; a passed on segment takes its time once more.
 
 A ring goes through the ranks in order, so each host's network carries one flow each way. Latencies: one message after
 another for a rank that talks to all (N-1 of them), one per ring step. NCCL picks a tree where that has less latency.
@@ -168,14 +167,25 @@ def collective_coefficients(
     problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
     if cluster.world_size == 1 and kind != "slice":
         return CollectiveForm(0.0, ())
-    form = _slice(problem) if kind == "slice" else _FORMS[kind, decomposition](problem)
+    form = _form(problem, kind, decomposition)
     return _as_measured(form, kind, decomposition, problem, cluster) if isinstance(cluster, CalibratedCluster) else form
+
+
+def _form(p: _Problem, kind: Collective, decomposition: str) -> CollectiveForm:
+    if kind == "slice":
+        return _slice(p)
+    known = _FORMS.get((kind, decomposition))
+    return known(p) if known else _routed(p, kind, Way.parse(decomposition))
 
 
 def _as_measured(
     form: CollectiveForm, kind: Collective, decomposition: str, p: _Problem, cluster: CalibratedCluster
 ) -> CollectiveForm:
-    """The formula's wire stages scaled by what was measured of it, its memory stages replaced."""
+    """The formula's wire stages scaled by what was measured of it, its memory stages replaced. A routing, which is one
+    of many, takes the call and the packing of the backend's plainest way and its own formula for the wire."""
+    routed = kind != "slice" and (kind, decomposition) not in _FORMS
+    if routed:
+        decomposition = decompositions(kind, cluster.backend)[0]
     launch, per_whole, per_local = cluster.copy_rates(kind, decomposition)
     sharded = [isinstance(placement, Shard) for placement in (p.source, p.target)]
     whole = 0.0 if all(sharded) else p.nbytes
@@ -184,7 +194,7 @@ def _as_measured(
     if kind == "slice":
         return CollectiveForm(0.0, (memory,))
     found = cluster.collective(kind, decomposition)
-    factor = found.factor(p.nbytes)
+    factor = 1.0 if routed else found.factor(p.nbytes)
     wire = tuple(stage.scaled(factor) for stage in form.stages if not stage.in_memory)
     return CollectiveForm(found.call_s + factor * form.constant_s, (*wire, memory))
 
@@ -346,21 +356,21 @@ def _scatter_padded(p: _Problem) -> CollectiveForm:
 
 def _routed(p: _Problem, kind: Collective, way: Way) -> CollectiveForm:
     loads = route_loads(way, p.fabric)
-    latency = CALL_S[p.cluster.backend] + loads.latency_s
+    latency = p.call_s + loads.latency_s
     again = min(p.nbytes, SEGMENT_BYTES) * loads.pass_on_s_per_byte
     if kind == "all_gather":
         stage = p.network(by_source=p.nbytes * loads.down)
-        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s)))
+        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
     if kind == "reduce_scatter":
         stage = p.network(by_target=p.nbytes * loads.up)
         summing = p.copy_s * (p.n + 1) / 2
-        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s, target=summing)))
+        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s, target=summing, in_memory=True)))
     assert kind == "all_reduce", f"{kind} has no decomposition {way}"
     owners = segment_owners(way, p.n)
     turns = np.bincount(owners, minlength=p.n) / len(owners)
     first = min(p.nbytes / len(owners), SEGMENT_BYTES) * loads.turn_s_per_byte
-    stage = p.network(constant=p.nbytes * ((loads.down + loads.up) @ turns))
-    return CollectiveForm(2 * latency + 2 * again + first, (stage, p.by_rank(constant=p.copy_s)))
+    busiest = float((p.nbytes * ((loads.down + loads.up) @ turns) / p.fabric.rates).max())
+    return CollectiveForm(p.call_s + 2 * loads.latency_s + 2 * again + first + busiest, ())
 
 
 def _direct(p: _Problem) -> CollectiveForm:

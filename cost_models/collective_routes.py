@@ -19,9 +19,8 @@ from hap.routes import Way, tree
 class RouteLoads:
     """``down`` (K, N): how often port k is crossed when rank i's bytes go down its tree; ``up`` when they come up.
 
-    ``latency_s`` of all steps of the deepest tree and of the messages that one rank sends at a time;
-    ``pass_on_s_per_byte``: what a segment takes on the steps after the first; ``turn_s_per_byte``: what the slowest link
-    takes for a segment on its way up before the first one can come down.
+    ``latency_s``: of all steps of the deepest tree. ``pass_on_s_per_byte``: what the last segment takes on its last
+    step. ``turn_s_per_byte``: what the slowest link takes for the segment that comes up before any goes down.
     """
 
     down: Array
@@ -44,13 +43,11 @@ def route_loads(way: Way, fabric: Fabric) -> RouteLoads:
         down[:, root] = (fabric.senders[:, parents] * fabric.receivers[:, children]).sum(axis=1)
         up[:, root] = (fabric.senders[:, children] * fabric.receivers[:, parents]).sum(axis=1)
         steps: dict[int, float] = {}
-        later: dict[int, float] = {}
         for e in edges:
             steps[e.depth] = max(steps.get(e.depth, 0.0), float(fabric.latency_s[e.parent, e.child]))
             if e.depth > 1:
-                later[e.depth] = max(later.get(e.depth, 0.0), float(pace[e.parent, e.child]))
+                passing = max(passing, float(pace[e.parent, e.child]))
         latency = max(latency, sum(steps.values()))
-        passing = max(passing, sum(later.values()))
     return RouteLoads(down, up, latency, passing, float(pace.max(initial=0.0)))
 
 
@@ -64,9 +61,9 @@ def routings(name: str, fabric: Fabric, hosts: tuple[str, ...]) -> tuple[str, ..
             order = _near_neighbours(fabric)
             return (name,) if order == ranks else (name, str(Way(name, (order,))))
         case "relay":
-            return tuple(str(Way(name, (fast,))) for fast in _fast_sets(fabric))
+            return tuple(str(Way(name, (fast,))) for fast in _fast_sets(fabric, hosts))
         case "owners":
-            return tuple(str(Way(name, (owners,))) for owners in (ranks, *_fast_sets(fabric)))
+            return tuple(str(Way(name, (owners,))) for owners in (ranks, *_fast_sets(fabric, hosts)))
         case "two_level":
             groups = tuple(tuple(r for r in ranks if hosts[r] == h) for h in dict.fromkeys(hosts))
             several = 1 < len(groups) < len(ranks)
@@ -75,22 +72,21 @@ def routings(name: str, fabric: Fabric, hosts: tuple[str, ...]) -> tuple[str, ..
 
 
 @lru_cache(maxsize=64)
-def _fast_sets(fabric: Fabric) -> tuple[tuple[int, ...], ...]:
-    """Every set of the k ranks with the fastest ways out and in, where rates differ: at most one for each rate."""
+def _fast_sets(fabric: Fabric, hosts: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """The ranks whose hosts' networks are fastest, and those with the next slower ones, ...: a set for each rate but
+    the slowest, smallest first."""
     ranks = range(fabric.world_size)
-    rate = [round(_own_rate(fabric, r), 3) for r in ranks]
+    rate = [_own_rate(fabric, hosts, hosts[r]) for r in ranks]
     return tuple(tuple(r for r in ranks if rate[r] >= least) for least in sorted(set(rate), reverse=True)[:-1])
 
 
-def _own_rate(fabric: Fabric, rank: int) -> float:
-    """Bytes/s of the slower of the rank's way out and its way in towards everybody, shared fairly with its host."""
-    ways = [
-        float(fabric.rates[k]) / float(side[k].sum())
-        for side in (fabric.senders, fabric.receivers)
-        for k in range(len(fabric.ports))
-        if side[k, rank]
-    ]
-    return min(ways, default=float("inf"))
+def _own_rate(fabric: Fabric, hosts: tuple[str, ...], host: str) -> float:
+    """Bytes/s of each rank of a host towards or from all other hosts, the slower of the two; infinite if there are
+    none."""
+    mine = tuple(r for r, h in enumerate(hosts) if h == host)
+    others = tuple(r for r, h in enumerate(hosts) if h != host)
+    own = [p.bytes_per_s for p in fabric.ports if {p.senders, p.receivers} == {mine, others}]
+    return min(own, default=float("inf")) / len(mine)
 
 
 def _pair_s_per_byte(fabric: Fabric) -> Array:

@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hap.cluster import ClusterSpec
+from hap.codegen.program import is_decomposition
 from hap.cost_models.collective import (
     CALL_S,
     GLOO_ALL_TO_ALL_EFFICIENCY,
     best_decomposition,
+    candidates,
     collective_coefficients,
     collective_seconds,
     decompositions,
@@ -22,6 +24,7 @@ from hap.cost_models.collective import (
 )
 from hap.placement import Placement, Shard
 from hap.plan import Collective
+from hap.routes import SEGMENT_BYTES
 from tests.cost_models.build import P, R, cluster
 
 CALL = CALL_S["nccl"]
@@ -107,11 +110,83 @@ def test_measured_uneven_gathers_are_ranked_rightly() -> None:
     assert best[0] == "padded"
 
 
+# ------------------------------------------------------------------------------------------------ routes
+
+
+@pytest.mark.parametrize(
+    ("way", "sizes", "seconds"),
+    [
+        ("pairs", EVEN, 9 / 25),  # a slow rank receives 9 MB
+        ("pairs", TO_FAST, 11 / 25),
+        ("pairs", TO_SLOW, 15 / 25),  # it sends 5 MB three times
+        ("ring", TO_FAST, 11 / 25),  # the edge into a slow rank carries all but its own 1 MB
+        ("ring", TO_SLOW, 11 / 25),  # the edge from rank 3 to rank 0 carries all but rank 0's
+        ("ring[0,2,1,3]", TO_SLOW, 11 / 25),
+        ("relay[0,1]", EVEN, 9 / 25),
+        ("relay[0,1]", TO_SLOW, 7 / 25),  # a slow rank sends its 5 MB once and receives 7
+    ],
+)
+def test_routes_on_1g_1g_200m_200m(way: str, sizes: Sequence[int], seconds: float) -> None:
+    """The busiest port, and a segment once more where it is passed on."""
+    again = 0.0 if way == "pairs" else SEGMENT_BYTES / 25e6
+    assert gather(way, sizes) == pytest.approx(CALL + seconds + again, rel=1e-6)
+
+
+def test_measured_routes_are_predicted() -> None:
+    """collectives.md 3.6: 8.39 MB on 957 and 192 Mbit/s of goodput, 256 KB segments."""
+    testbed = cluster([957, 957, 192, 192], backend="gloo", latency="0.25ms")
+    for way, sizes, seconds in (
+        ("pairs", EVEN, 0.264),
+        ("pairs", TO_FAST, 0.322),
+        ("pairs", TO_SLOW, 0.437),
+        ("ring", TO_FAST, 0.325),
+        ("ring", TO_SLOW, 0.324),
+        ("relay[0,1]", TO_SLOW, 0.213),
+    ):
+        assert gather(way, sizes, testbed, 8_390_000) == pytest.approx(seconds, rel=0.065), way
+
+
+def test_the_fast_ranks_own_a_reduction() -> None:
+    """Up and down at once: the slow ranks' 12 MB each way at 25 MB/s; an owner's half from 3 peers at 125 is less."""
+    busiest = max(12 / 25, 3 * 6 / 125)
+    first = SEGMENT_BYTES / 25e6
+    found = collective_seconds("all_reduce", "owners[0,1]", MB12, P, R, {}, STAR)
+    assert found == pytest.approx(CALL + busiest + first)
+    assert best_decomposition("all_reduce", MB12, P, R, {}, STAR)[0] == "owners[0,1]"
+
+
+def test_small_all_reduces_go_straight_to_owners() -> None:
+    """Two steps where the ring takes six."""
+    gloo = cluster([1000] * 4, backend="gloo", latency="1ms")
+    name, seconds = best_decomposition("all_reduce", 4, P, R, {}, gloo)
+    assert name == "owners[0,1,2,3]" and seconds == pytest.approx(CALL_S["gloo"] + 2e-3, rel=1e-3)
+
+
+def test_two_levels_cross_the_networks_once() -> None:
+    """24 MB between two hosts at 1 GB/s: half of it is summed on each side, so 12 go each way, twice."""
+    found = collective_seconds("all_reduce", "two_level[0,1|2,3]", 24_000_000, P, R, {}, TWO_HOSTS)
+    assert found == pytest.approx(CALL + 24e6 / 1e9, rel=0.03)
+    assert found < collective_seconds("all_reduce", "owners[0,1,2,3]", 24_000_000, P, R, {}, TWO_HOSTS)
+
+
+def test_what_a_cluster_suggests() -> None:
+    assert candidates("all_gather", STAR)[3:] == ("ring", "relay[0,1]")
+    assert candidates("all_reduce", STAR) == ("ring", "owners[0,1,2,3]", "owners[0,1]")
+    assert candidates("all_reduce", TWO_HOSTS) == ("ring", "owners[0,1,2,3]", "two_level[0,1|2,3]")
+    assert candidates("all_reduce", cluster([100] * 4)) == ("ring", "owners[0,1,2,3]")
+    for kind, _, _ in KINDS:
+        for on in (STAR, TWO_HOSTS):
+            assert all(is_decomposition(kind, way, 4) for way in candidates(kind, on))
+
+
+# ------------------------------------------------------------------------------------------------
+
+
 def test_the_fastest_way_depends_on_the_shares() -> None:
     def best(sizes: tuple[int, ...]) -> str:
         return best_decomposition("all_gather", MB12, ROWS, R, {"g": sizes}, STAR)[0]
 
-    assert best(TO_SLOW) == "broadcast" and best(TO_FAST) == "all_to_all"
+    assert best(TO_SLOW) == "relay[0,1]" and best(TO_FAST) == "all_to_all"
 
 
 def test_a_gloo_all_to_all_loses_to_its_own_collisions() -> None:
@@ -141,7 +216,7 @@ def test_reduce_scatter_is_the_all_gather_backwards() -> None:
 def test_a_padded_reduce_scatter_on_gloo_moves_an_all_reduces_bytes() -> None:
     gloo = cluster([1000, 1000, 200, 200], backend="gloo")
     assert scatter("padded", EVEN, gloo) == pytest.approx(reduce(MB12, gloo))
-    assert best_decomposition("reduce_scatter", MB12, P, ROWS, {"g": EVEN}, gloo)[0] == "all_to_all_sum"
+    assert best_decomposition("reduce_scatter", MB12, P, ROWS, {"g": EVEN}, gloo)[0] == "pairs"
 
 
 # ------------------------------------------------------------------------------------------------ shared networks

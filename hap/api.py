@@ -18,17 +18,21 @@ from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.codegen.source import to_python
+from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
 from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
+from hap.search.assemble import ASSUMPTIONS
 from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
 
 T = TypeVar("T")
+NOT_MEASURED = ASSUMPTIONS[0]
 Cluster = ClusterSpec | str | os.PathLike[str]
+ProfileLike = Profile | str | os.PathLike[str]
 LossFn = Callable[..., torch.Tensor]
 
 
@@ -42,18 +46,20 @@ def plan(
     optimizer: str = "adamw",
     pins: Pins | None = None,
     effort: Effort = "normal",
+    profile: ProfileLike | None = None,
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
 
     ``example_inputs``: one *global* batch: a tensor, a tuple or list of positionals, a dict of keywords, or
     ``((args...), {kwargs})``. The loss is ``loss_fn(model(...), *example_targets)``, or the model's own without one.
     ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins`` fixes decisions,
-    ``effort`` (``quick`` or ``normal``) says how long to search.
+    ``effort`` (``quick`` or ``normal``) says how long to search. ``profile`` (a ``Profile`` or a file that ``hap
+    profile`` wrote on this cluster) replaces the description's speeds by measured ones.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
-    return _search(graph, _cluster(cluster), optimizer, pins, effort)
+    return _search(graph, _cluster(cluster, profile), optimizer, pins, effort)
 
 
 def compile(
@@ -68,6 +74,7 @@ def compile(
     pins: Pins | None = None,
     effort: Effort = "normal",
     device: torch.device | str | None = None,
+    profile: ProfileLike | None = None,
 ) -> HapProgram:
     """This rank's program for ``model``: an ``nn.Module`` that takes its share of a batch and returns the global loss.
 
@@ -79,7 +86,7 @@ def compile(
     """
     if cluster is None and plan is None:
         raise ClusterError("hap.compile needs a cluster, or a plan that was made for one")
-    spec = None if cluster is None else _cluster(cluster)
+    spec = None if cluster is None else _cluster(cluster, profile)
     comm = _join(None if spec is None else spec.backend, device)
     if spec is not None:
         spec.check_world_size(comm.world_size)
@@ -116,11 +123,22 @@ def python_source(
 
 
 def _search(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
-    return plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins, effort=effort)
+    found = plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins, effort=effort)
+    return _measured(found, cluster) if isinstance(cluster, CalibratedCluster) else found
 
 
-def _cluster(cluster: Cluster) -> ClusterSpec:
-    return cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.load(cluster)
+def _measured(plan: Plan, cluster: CalibratedCluster) -> Plan:
+    """The plan with its profile's fingerprint in place of the assumption that nothing was measured."""
+    kept = tuple(a for a in plan.provenance.assumptions if a != NOT_MEASURED)
+    made = plan.provenance.model_copy(update={"profile_fingerprint": cluster.profile.fingerprint, "assumptions": kept})
+    return plan.model_copy(update={"provenance": made})
+
+
+def _cluster(cluster: Cluster, profile: ProfileLike | None = None) -> ClusterSpec:
+    spec = cluster if isinstance(cluster, ClusterSpec) else ClusterSpec.load(cluster)
+    if profile is None:
+        return spec
+    return (profile if isinstance(profile, Profile) else Profile.load(profile)).calibrate(spec)
 
 
 def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
@@ -132,7 +150,10 @@ def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_siz
             f"({made_for.model_fingerprint[:12]}, not {graph.fingerprint[:12]}); plan again"
         )
     if cluster is not None and made_for.cluster_fingerprint != cluster.fingerprint:
-        raise PlanError(f"the plan is for cluster {made_for.cluster!r}, not for this {cluster.name!r}; plan again")
+        raise PlanError(
+            f"the plan is for cluster {made_for.cluster!r} ({made_for.cluster_fingerprint[:12]}), "
+            f"not for this {cluster.name!r} ({cluster.fingerprint[:12]}); plan again"
+        )
     if made_for.world_size != world_size:
         raise PlanError(f"the plan is for {made_for.world_size} ranks, this job has {world_size}")
 

@@ -3,25 +3,28 @@
 A plan names, for every node of the graph, the *strategy* (placement of each tensor argument and of each output), for
 every dimension group the whole-number sizes per rank, and for every conversion between two placements the collective
 that performs it. It carries fingerprints of the model, the cluster and the rule table it was made for, the predicted
-time and memory, and a checksum, so that a plan for something else, or one edited by hand, is refused.
+time and memory, and a checksum, so that a plan for something else, or one edited by hand, is refused. The
+``explanation`` beside the decisions is for readers (``hap explain``, ``hap report``); no stage obeys it.
+
+The file is described in ``hap/plan_file.py``.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
+from hap import plan_file
 from hap.errors import PlanError
-from hap.placement import GroupSizes, Placement, parse_placement, verify_sizes
+from hap.graph import Value
+from hap.placement import GroupSizes, Placement, Shard, parse_placement, verify_sizes
+from hap.plan_file import SCHEMA_VERSION
 
-SCHEMA_VERSION = 1
 Collective = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
 
 
@@ -47,8 +50,12 @@ class Strategy:
         return cls(inputs, outputs)
 
 
+Seconds = Annotated[float, pydantic.Field(ge=0)]
+Bytes = Annotated[int, pydantic.Field(ge=0)]
+
+
 class _Frozen(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=False)
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
 class GroupPlan(_Frozen):
@@ -68,24 +75,26 @@ class Conversion(_Frozen):
     phase: Literal["forward", "backward"]
     collective: Collective
     decomposition: str
-    nbytes: int  # of the whole value
+    nbytes: int = pydantic.Field(ge=0)  # of the whole value
 
 
 class Prediction(_Frozen):
     """What the cost model expects. Seconds and bytes; one entry per rank where a tuple."""
 
-    step_s: float
-    compute_s: tuple[float, ...]
-    communication_s: float
-    memory_bytes: tuple[int, ...]
-    memory_by_kind: tuple[dict[str, int], ...]  # per rank: parameters, gradients, optimizer, activations, ...
-    lower_bound_s: float | None = None  # proved, or absent
+    step_s: float = pydantic.Field(ge=0)
+    compute_s: tuple[Seconds, ...]
+    communication_s: float = pydantic.Field(ge=0)
+    memory_bytes: tuple[Bytes, ...]
+    memory_by_kind: tuple[dict[str, Bytes], ...]  # per rank: parameters, gradients, optimizer, activations, ...
+    lower_bound_s: float | None = pydantic.Field(default=None, ge=0)  # proved, or absent
     tight: str = ""  # the constraint that limits the step, in words
 
     @property
     def gap(self) -> float | None:
         """(step - bound) / step, only where the bound was proved."""
-        return None if self.lower_bound_s is None else max(0.0, 1.0 - self.lower_bound_s / self.step_s)
+        if self.lower_bound_s is None:
+            return None
+        return max(0.0, 1.0 - self.lower_bound_s / self.step_s) if self.step_s else 0.0
 
 
 class Provenance(_Frozen):
@@ -96,7 +105,7 @@ class Provenance(_Frozen):
     parameters: int
     cluster: str
     cluster_fingerprint: str
-    world_size: int
+    world_size: int = pydantic.Field(ge=1)
     backend: str
     rules_fingerprint: str
     hap_version: str
@@ -104,6 +113,48 @@ class Provenance(_Frozen):
     optimizer: str
     solver: dict[str, Any] = {}
     assumptions: tuple[str, ...] = ()
+    profile_fingerprint: str | None = None  # of the measurements that the predictions rest on
+
+
+class Stage(_Frozen):
+    """What runs between two collectives: ``compute_s`` of each device class, then a collective of ``wire_s`` seconds
+    (the conversion of that index), or nothing at the end. ``layer`` is where it ends."""
+
+    compute_s: tuple[Seconds, ...]
+    layer: str
+    conversion: int | None = None
+    wire_s: Seconds = 0.0
+
+
+class Layer(_Frozen):
+    """One layer of the user's model: seconds of its slowest rank, seconds of its collectives, bytes of its parameters,
+    and how many operator calls work on shards of which group (by label; "" for whole values)."""
+
+    name: str
+    forward_s: Seconds
+    backward_s: Seconds
+    wire_s: Seconds
+    parameter_bytes: Bytes
+    calls: dict[str, int]
+
+
+class Help(_Frozen):
+    """One change to the cluster in words, and the step that is then predicted, shares dealt out anew."""
+
+    change: str
+    step_s: Seconds
+
+
+class Explanation(_Frozen):
+    """What a reader wants beside the decisions. ``cluster`` is its description; ``classes`` the ranks that compute
+    alike in every stage, ``conversion_s`` seconds of each of the plan's conversions."""
+
+    cluster: dict[str, Any]
+    classes: tuple[tuple[int, ...], ...]
+    stages: tuple[Stage, ...]
+    conversion_s: tuple[Seconds, ...]
+    layers: tuple[Layer, ...]
+    helps: tuple[Help, ...] = ()
 
 
 class Plan(_Frozen):
@@ -116,6 +167,7 @@ class Plan(_Frozen):
     conversions: tuple[Conversion, ...]
     predicted: Prediction
     devices: tuple[str, ...]  # rank -> "host3/V100-16GB" in the user's words
+    explanation: Explanation | None = None
 
     @property
     def world_size(self) -> int:
@@ -131,36 +183,26 @@ class Plan(_Frozen):
     @property
     def checksum(self) -> str:
         """SHA-256 of the canonical JSON; what ranks compare and what the file carries."""
-        return hashlib.sha256(_canonical(self.model_dump(mode="json")).encode()).hexdigest()
+        return plan_file.checksum(self.model_dump(mode="json"))
 
     def to_json(self) -> str:
-        body = self.model_dump(mode="json")
-        return json.dumps({**body, "checksum": self.checksum}, indent=1, sort_keys=True) + "\n"
+        return plan_file.render(self.model_dump(mode="json"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(self.to_json())
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def from_json(cls, text: str, origin: str = "plan") -> Plan:
-        """Parse and check. PlanError: not JSON, wrong schema version, unknown or missing field, changed content."""
-        try:
-            body = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as e:
-            raise PlanError(f"{origin}: not a complete plan file ({e})") from None
-        if not isinstance(body, dict) or "schema_version" not in body:
-            raise PlanError(f"{origin}: not a plan file (no schema_version)")
-        if body["schema_version"] != SCHEMA_VERSION:
-            found = body["schema_version"]
-            raise PlanError(f"{origin}: schema version {found!r}, this HAP reads {SCHEMA_VERSION}; plan again")
-        checksum = body.pop("checksum", None)
+        """Parse and check. PlanError: not JSON, unknown version, unknown or missing field, changed content."""
+        body, checksum = plan_file.parse(text, origin)
         try:
             plan = cls.model_validate(body)
         except pydantic.ValidationError as e:
             first = e.errors()[0]
             where = ".".join(str(p) for p in first["loc"])
             raise PlanError(f"{origin}: {where or 'plan'}: {first['msg']}") from None
-        if checksum != plan.checksum:
-            raise PlanError(f"{origin}: content does not match its checksum (edited by hand or damaged); plan again")
+        if checksum is not None and checksum != plan.checksum:
+            raise PlanError(plan_file.edited(origin))
         verify_plan(plan, origin)
         return plan
 
@@ -174,29 +216,58 @@ class Plan(_Frozen):
 
 
 def verify_plan(plan: Plan, origin: str = "plan") -> None:
-    """Raise PlanError unless sizes sum exactly and every placement parses and names a group of the right length."""
+    """Raise PlanError unless sizes sum exactly, every placement parses and names a group of the right length, and what
+    is told per rank is told of every rank."""
     try:
         for group in plan.groups.values():
             verify_sizes(group.sizes, group.n, plan.world_size)
         lengths = {name: group.n for name, group in plan.groups.items()}
         for name, text in plan.strategies.items():
             strategy = Strategy.parse(text)
+            if str(strategy) != text:
+                raise ValueError(f"{name}: {text!r} is not written as {strategy}")
             for placement in (*strategy.inputs, *strategy.outputs):
                 _check_group(placement, lengths, name)
         for c in plan.conversions:
+            if str(Value.parse(c.value)) != c.value:
+                raise ValueError(f"{c.value!r} names no value")
             for text in (c.source, c.target):
-                _check_group(parse_placement(text), lengths, c.value)
-        if len(plan.devices) != plan.world_size:
-            raise ValueError(f"{len(plan.devices)} devices for {plan.world_size} ranks")
+                placement = parse_placement(text)
+                if str(placement) != text:
+                    raise ValueError(f"{c.value}: {text!r} is not written as {placement}")
+                _check_group(placement, lengths, c.value)
+        _verify_lengths(plan)
     except (ValueError, AssertionError) as e:
         raise PlanError(f"{origin}: {e}") from None
 
 
+def _verify_lengths(plan: Plan) -> None:
+    n, predicted, told = plan.world_size, plan.predicted, plan.explanation
+    for what, length in (
+        ("devices", len(plan.devices)),
+        ("compute times", len(predicted.compute_s)),
+        ("memories", len(predicted.memory_bytes)),
+        ("memories by kind", len(predicted.memory_by_kind)),
+    ):
+        if length != n:
+            raise ValueError(f"{length} {what} for {n} ranks")
+    if told is None:
+        return
+    if sorted(rank for ranks in told.classes for rank in ranks) != list(range(n)) or not all(told.classes):
+        raise ValueError("the explanation's device classes are not the ranks, each once")
+    if len(told.conversion_s) != len(plan.conversions):
+        raise ValueError(f"{len(told.conversion_s)} conversion times for {len(plan.conversions)} conversions")
+    for stage in told.stages:
+        if len(stage.compute_s) != len(told.classes):
+            raise ValueError(f"a stage with {len(stage.compute_s)} times for {len(told.classes)} device classes")
+        if stage.conversion is not None and not 0 <= stage.conversion < len(plan.conversions):
+            raise ValueError(f"a stage ends with conversion {stage.conversion} of {len(plan.conversions)}")
+
+
 def _check_group(placement: Placement | None, lengths: Mapping[str, int], where: str) -> None:
-    group = getattr(placement, "group", None)
-    if group is not None and lengths.get(group) != placement.n:  # type: ignore[union-attr]
-        raise ValueError(f"{where}: placement {placement} does not match group {group!r}")
-
-
-def _canonical(body: Mapping[str, Any]) -> str:
-    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+    if not isinstance(placement, Shard):
+        return
+    if lengths.get(placement.group) != placement.n:
+        raise ValueError(f"{where}: placement {placement} does not match group {placement.group!r}")
+    if placement.outer < 1 or placement.unit < 1:
+        raise ValueError(f"{where}: placement {placement} is of nothing")

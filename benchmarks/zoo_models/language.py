@@ -92,7 +92,7 @@ def mixtral(size: Size) -> Case:
         shape |= {"intermediate_size": 40, "vocab_size": SMALL_VOCABULARY, "num_local_experts": 5}
     config = MixtralConfig(**shape, max_position_embeddings=512, experts_implementation="batched_mm")
     model = Output(MixtralForCausalLM(config), use_cache=False)
-    ids = tokens(shape["vocab_size"], *((8, 256) if size == "real" else (SMALL_BATCH, SMALL_LENGTH)))
+    ids = tokens(shape["vocab_size"], *((8, 16) if size == "real" else (SMALL_BATCH, SMALL_LENGTH)))
     return Case(model, {"input_ids": ids}, next_token_loss, ids)
 
 

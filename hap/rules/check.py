@@ -1,0 +1,108 @@
+"""Which operators of graphs have no rule, and whether the rules that they have hold: ``hap rules check``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from hap.errors import MissingRuleError
+from hap.graph import Graph
+from hap.rules.notation import Call, Row, call_key, make_call
+from hap.rules.prove import Proof, Verdict, prove_call, row_strategies
+from hap.rules.table import DEFAULT_TABLE, RuleTable, call_rows
+
+
+@dataclass(frozen=True)
+class Missing:
+    """An operator without a rule: how often a graph calls it, from which modules, and what the first refusal said."""
+
+    op: str
+    calls: int
+    modules: tuple[str, ...]
+    message: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One operator over some calls. ``calls`` counts those that differ; ``missing`` those without a rule."""
+
+    op: str
+    calls: int = 0
+    rows: int = 0
+    proved: int = 0
+    wrong: tuple[Verdict, ...] = ()
+    missing: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """``missing``, ``wrong``, ``whole`` (there is nothing but the all-replicated row) or ``proved``."""
+        return "missing" if self.missing else "wrong" if self.wrong else "proved" if self.rows else "whole"
+
+
+@dataclass
+class _Tally:
+    calls: int = 0
+    rows: int = 0
+    proved: int = 0
+    wrong: list[Verdict] = field(default_factory=list)
+    missing: int = 0
+
+
+def missing(graph: Graph, table: RuleTable = DEFAULT_TABLE) -> tuple[Missing, ...]:
+    """Every operator of the graph without a rule, by name: all that ``choices`` would refuse, one after another."""
+    found: dict[str, tuple[list[str], str]] = {}
+    for node in graph.nodes:
+        if node.is_source:
+            continue
+        try:
+            call_rows(make_call(node, graph), table)
+        except MissingRuleError as e:
+            found.setdefault(node.op, ([], str(e)))[0].append(node.module)
+    return tuple(
+        Missing(op, len(modules), tuple(dict.fromkeys(modules)), message)
+        for op, (modules, message) in sorted(found.items())
+    )
+
+
+def graph_calls(graphs: Iterable[Graph]) -> tuple[Call, ...]:
+    """Each kind of call in the graphs once."""
+    found: dict[object, Call] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if not node.is_source:
+                call = make_call(node, graph)
+                found.setdefault(call_key(call), call)
+    return tuple(found.values())
+
+
+def check_calls(calls: Iterable[Call], op: str | None = None, proof: Proof | None = None) -> tuple[Checked, ...]:
+    """Every row of every call (of ``op``) fitted to every atom that it fits, and run; by operator, in order of name."""
+    proof = proof or Proof()
+    tallies: dict[str, _Tally] = {}
+    for call in calls:
+        if op is not None and call.node.op != op:
+            continue
+        tally = tallies.setdefault(call.node.op, _Tally())
+        tally.calls += 1
+        try:
+            rows = call_rows(call, proof.table)
+        except MissingRuleError:
+            tally.missing += 1
+            continue
+        tally.rows += len(rows)
+        for verdict in _verdicts(call, rows, proof):
+            if verdict.ok:
+                tally.proved += 1
+            else:
+                tally.wrong.append(verdict)
+    return tuple(_checked(name, tallies) for name in sorted(tallies))
+
+
+def _verdicts(call: Call, rows: Iterable[Row], proof: Proof) -> list[Verdict]:
+    strategies = dict.fromkeys(s for row in rows for s in row_strategies(row, call))
+    return prove_call(call, tuple(strategies), proof)
+
+
+def _checked(name: str, tallies: Mapping[str, _Tally]) -> Checked:
+    t = tallies[name]
+    return Checked(name, t.calls, t.rows, t.proved, tuple(t.wrong), t.missing)

@@ -164,11 +164,28 @@ def collective_coefficients(
     Exact for every decomposition but ``direct``, whose traffic is no affine function of the shares: without ``sizes``
     its rows are an upper bound (as if no rank kept anything), with ``sizes`` they are scaled to be exact there.
     """
+    form = formula_coefficients(kind, decomposition, nbytes, source, target, cluster, sizes=sizes)
+    if not isinstance(cluster, CalibratedCluster) or (cluster.world_size == 1 and kind != "slice"):
+        return form
+    problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
+    return _as_measured(form, kind, decomposition, problem, cluster)
+
+
+def formula_coefficients(
+    kind: Collective,
+    decomposition: str,
+    nbytes: int,
+    source: Placement,
+    target: Placement,
+    cluster: ClusterSpec,
+    *,
+    sizes: GroupSizes | None = None,
+) -> CollectiveForm:
+    """The same before anything that was measured of the collective itself; of the links it may have been."""
     problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
     if cluster.world_size == 1 and kind != "slice":
         return CollectiveForm(0.0, ())
-    form = _form(problem, kind, decomposition)
-    return _as_measured(form, kind, decomposition, problem, cluster) if isinstance(cluster, CalibratedCluster) else form
+    return _form(problem, kind, decomposition)
 
 
 def _form(p: _Problem, kind: Collective, decomposition: str) -> CollectiveForm:
@@ -182,10 +199,7 @@ def _as_measured(
     form: CollectiveForm, kind: Collective, decomposition: str, p: _Problem, cluster: CalibratedCluster
 ) -> CollectiveForm:
     """The formula's wire stages scaled by what was measured of it, its memory stages replaced. A routing, which is one
-    of many, takes the call and the packing of the backend's plainest way and its own formula for the wire."""
-    routed = kind != "slice" and (kind, decomposition) not in _FORMS
-    if routed:
-        decomposition = decompositions(kind, cluster.backend)[0]
+    of many, takes what was measured of all of its name."""
     launch, per_whole, per_local = cluster.copy_rates(kind, decomposition)
     sharded = [isinstance(placement, Shard) for placement in (p.source, p.target)]
     whole = 0.0 if all(sharded) else p.nbytes
@@ -194,7 +208,7 @@ def _as_measured(
     if kind == "slice":
         return CollectiveForm(0.0, (memory,))
     found = cluster.collective(kind, decomposition)
-    factor = 1.0 if routed else found.factor(p.nbytes)
+    factor = found.factor(p.nbytes)
     wire = tuple(stage.scaled(factor) for stage in form.stages if not stage.in_memory)
     return CollectiveForm(found.call_s + factor * form.constant_s, (*wire, memory))
 

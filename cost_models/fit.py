@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.cost_models.profile import CallCurve, CollectiveProfile, CopyFit, Fit, between
+from hap.cost_models.profile import CallCurve, CollectiveProfile, CopyFit, Fit, base_name, between
 from hap.fabric import Array
 from hap.plan import Collective
 
@@ -25,7 +25,7 @@ PER_BIN = 4  # samples, at least, for a factor by size
 
 @dataclass(frozen=True)
 class Timing:
-    """One call at one share of its group: what it does there and how long it took. ``call`` names it (``Parts.call``)."""
+    """One call at one share of its group: what it does there and its seconds. ``call`` is ``Parts.call``."""
 
     call: str
     op: str
@@ -165,7 +165,7 @@ def fit_copies(timings: Sequence[CopyTiming]) -> dict[str, CopyFit]:
     """By ``collective/decomposition``."""
     groups: dict[str, list[CopyTiming]] = {}
     for t in timings:
-        groups.setdefault(f"{t.kind}/{t.decomposition}", []).append(t)
+        groups.setdefault(f"{t.kind}/{base_name(t.decomposition)}", []).append(t)
     found = {}
     for name, some in sorted(groups.items()):
         columns = np.array([[1.0, t.whole, t.local] for t in some])
@@ -183,10 +183,10 @@ def fit_copies(timings: Sequence[CopyTiming]) -> dict[str, CopyFit]:
 
 
 def fit_collectives(timings: Sequence[WireTiming]) -> tuple[CollectiveProfile, ...]:
-    """For each collective: what the smallest message takes beyond its formula is the call's; the rest a factor by size."""
+    """By collective: what the smallest message takes beyond its formula is the call's; the rest a factor by size."""
     groups: dict[tuple[Collective, str], list[WireTiming]] = {}
     for t in timings:
-        groups.setdefault((t.kind, t.decomposition), []).append(t)
+        groups.setdefault((t.kind, base_name(t.decomposition)), []).append(t)
     found = []
     for (kind, decomposition), some in sorted(groups.items()):
         smallest = min(t.nbytes for t in some)

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from hap.hosts import Device
 from hap.plan import Collective
 
 SCHEMA_VERSION = 1
+SAME_RATE = 0.1
 
 
 class ProfileError(HapError):
@@ -256,8 +257,9 @@ class CalibratedCluster(ClusterSpec):
 
     @cached_property
     def fabric(self) -> Fabric:
-        """The described ports at measured rates. A port's rate is the described one times the geometric mean of
-        measured over described bandwidth of the pairs that it limits; of one that limits no pair, times that of all."""
+        """The described ports at measured rates: the described one times the geometric mean of measured over described
+        bandwidth of the pairs that it limits. Ports described with the same rate that differ by less than
+        ``SAME_RATE`` share the mean; a port that limits no pair takes that of all."""
         plain = self.described
         latency = np.zeros((self.world_size, self.world_size))
         ratios: dict[str, list[float]] = {}
@@ -268,15 +270,15 @@ class CalibratedCluster(ClusterSpec):
             for port in crossed:
                 if port.bytes_per_s == least:
                     ratios.setdefault(port.name, []).append(math.log(link.bytes_per_s / least))
-        overall = _mean([r for found in ratios.values() for r in found])
+        factors = _shared({p.name: p.bytes_per_s for p in plain.fabric.ports}, ratios)
         ports = tuple(
-            Port(p.name, p.bytes_per_s * math.exp(_mean(ratios.get(p.name, [overall]))), p.senders, p.receivers)
-            for p in plain.fabric.ports
+            Port(p.name, p.bytes_per_s * math.exp(factors[p.name]), p.senders, p.receivers) for p in plain.fabric.ports
         )
         return Fabric.build(ports, latency)
 
     def collective(self, kind: Collective, decomposition: str) -> CollectiveProfile:
-        """What was measured of a collective. ProfileError if it was not."""
+        """What was measured of a collective, of all routings of a name together. ProfileError if nothing was."""
+        decomposition = base_name(decomposition)
         for found in self.profile.collectives:
             if (found.kind, found.decomposition) == (kind, decomposition):
                 return found
@@ -284,7 +286,7 @@ class CalibratedCluster(ClusterSpec):
 
     def copy_rates(self, kind: Collective, decomposition: str) -> tuple[Array, Array, Array]:
         """(launch seconds, seconds per whole byte, seconds per local byte) of packing, by rank."""
-        name, rows = f"{kind}/{decomposition}", []
+        name, rows = f"{kind}/{base_name(decomposition)}", []
         for rank in self.profile.ranks:
             fit = self.profile.kinds[rank.kind].copies.get(name)
             if fit is None:
@@ -294,11 +296,29 @@ class CalibratedCluster(ClusterSpec):
         return launch, whole, local
 
 
+def base_name(decomposition: str) -> str:
+    """A decomposition without the ranks that it is told about."""
+    return decomposition.partition("[")[0]
+
+
 def between(x: float, sizes: Sequence[float], factors: Sequence[float]) -> float:
     """The factor at ``x``, linear in log x between the points, constant beyond them; 1 without points."""
     if not sizes:
         return 1.0
     return float(np.interp(math.log(max(x, 1e-30)), [math.log(s) for s in sizes], factors))
+
+
+def _shared(rates: Mapping[str, float], ratios: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Port -> the logarithm of measured over described rate; see ``CalibratedCluster.fabric``."""
+    own = {name: _mean(found) for name, found in ratios.items()}
+    overall = _mean([r for found in ratios.values() for r in found])
+    factors = {}
+    for name, rate in rates.items():
+        alike = [own[other] for other, described in rates.items() if described == rate and other in own]
+        middle = _mean(alike) if alike else overall
+        far = name in own and abs(own[name] - middle) > math.log1p(SAME_RATE)
+        factors[name] = own[name] if far else middle
+    return factors
 
 
 def _mean(values: Sequence[float]) -> float:

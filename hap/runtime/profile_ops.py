@@ -44,7 +44,7 @@ class Clock:
     slowdown: float | None = None
 
     def seconds(self, call: Callable[[], object], repeats: int = REPEATS) -> tuple[float, float]:
-        """(seconds, spread) of one call after one to warm up; spread is the median absolute deviation over the median."""
+        """(seconds, spread) of a call, after one to warm up; the spread is median absolute deviation over median."""
         call()
         samples: list[float] = []
         while len(samples) < repeats and (len(samples) < 3 or sum(samples) < ENOUGH_S):

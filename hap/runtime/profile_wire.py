@@ -7,6 +7,7 @@ that when the last leaves it. Packing and joining are told apart from the wire b
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from hap.cluster import ClusterSpec
 from hap.codegen.layout import Layout
-from hap.cost_models.collective import collective_coefficients, decompositions, shares
+from hap.cost_models.collective import candidates, formula_coefficients, shares
 from hap.cost_models.fit import CopyTiming, WireTiming
 from hap.cost_models.profile import LinkProfile
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
@@ -98,18 +99,19 @@ def measure_links(device: torch.device, repeats: int = LINK_REPEATS) -> tuple[Li
             if source != target:
                 dist.barrier()
                 if dist.get_rank() in (source, target):
-                    found = _measure_link(source, target, device, repeats)
-                    mine += [found] if dist.get_rank() == target else []
+                    seconds = _answers(source, target, device, repeats)
+                    mine += [_link(source, target, seconds)] if dist.get_rank() == target else []
     gathered: list[list[LinkProfile]] = [[] for _ in range(n)]
     dist.all_gather_object(gathered, mine)
     return tuple(sorted((link for found in gathered for link in found), key=lambda k: (k.source, k.target)))
 
 
-def _measure_link(source: int, target: int, device: torch.device, repeats: int) -> LinkProfile:
+def _answers(source: int, target: int, device: torch.device, repeats: int) -> dict[int, list[float]]:
+    """On the target: seconds from asking to having an answer of so many bytes."""
     sizes = (1, *LINK_BYTES)
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     ask = torch.zeros(1, dtype=torch.uint8, device=device)
-    for size in (1, *sizes * repeats):  # one more to warm up
+    for size in (1, *sizes * repeats):  # one more, to warm up
         answer = torch.zeros(size, dtype=torch.uint8, device=device)
         if dist.get_rank() == source:
             dist.recv(ask, target)
@@ -121,11 +123,15 @@ def _measure_link(source: int, target: int, device: torch.device, repeats: int) 
             dist.recv(answer, source)
             synchronize(device)
             seconds[size].append(time.perf_counter() - start)
-    empty = min(seconds[1][1:])
+    return seconds
+
+
+def _link(source: int, target: int, seconds: dict[int, list[float]]) -> LinkProfile:
     small, large = (statistics.median(seconds[size]) for size in LINK_BYTES)
     spread = statistics.median(abs(s - large) for s in seconds[LINK_BYTES[1]]) / large
     per_byte = max(large - small, 0.1 * large) / (LINK_BYTES[1] - LINK_BYTES[0])
-    return LinkProfile(source=source, target=target, latency_s=empty / 2, bytes_per_s=1.0 / per_byte, spread=spread)
+    latency = min(seconds[1][1:]) / 2
+    return LinkProfile(source=source, target=target, latency_s=latency, bytes_per_s=1.0 / per_byte, spread=spread)
 
 
 def measure_collectives(
@@ -190,7 +196,7 @@ class Case(NamedTuple):
         middle = statistics.median(seconds)
         spread = statistics.median(abs(s - middle) for s in seconds) / middle
         given = {"g": self.sizes}
-        form = collective_coefficients(
+        form = formula_coefficients(
             self.kind, self.decomposition, self.nbytes, self.source, self.target, cluster, sizes=given
         )
         rho, sigma = (shares(p, given, cluster.world_size) for p in (self.source, self.target))
@@ -218,7 +224,7 @@ def _cases(cluster: ClusterSpec) -> Iterator[Case]:
         "slice": (REPLICATE, rows),
     }
     for kind, (source, target) in sides.items():
-        for decomposition in decompositions(kind, cluster.backend):
+        for decomposition in candidates(kind, cluster):
             for nbytes in VALUE_BYTES:
                 for sizes in dealings(n) if kind != "all_reduce" else dealings(n)[:1]:
                     yield Case(kind, decomposition, nbytes, sizes, source, target)
@@ -229,4 +235,4 @@ def dealings(n: int) -> tuple[Sizes, ...]:
     even = tuple(ATOMS * (r + 1) // n - ATOMS * r // n for r in range(n))
     weights = [3.0 if r < n / 2 else 1.0 for r in range(n)]
     edges = [round(ATOMS * sum(weights[:r]) / sum(weights)) for r in range(n + 1)]
-    return even, tuple(b - a for a, b in zip(edges, edges[1:], strict=False))
+    return even, tuple(b - a for a, b in itertools.pairwise(edges))

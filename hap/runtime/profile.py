@@ -1,0 +1,183 @@
+"""Calibration: what ``hap profile`` runs on every rank. From the running job to a ``Profile``.
+
+1. every rank times the distinct operator calls of the given graphs, under every strategy and at a few shares, and the
+   optimizer's update (``profile_ops``);
+2. together they time links in both directions (``profile_wire``);
+3. with those links in the formulas, every collective by every decomposition, evenly and unevenly dealt;
+4. rank 0 pools what equal devices found, fits, and tells all.
+
+Where devices are emulated (``slowdown`` given), compute is CPU time times this rank's slow-down, as the emulation
+stretches it. A measurement that is too noisy is refused: ``TOO_NOISY``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hap.cluster import ClusterSpec
+from hap.cost_models.fit import (
+    CopyTiming,
+    Timing,
+    call_curves,
+    fit_collectives,
+    fit_copies,
+    fit_seconds,
+    fit_timings,
+    pool,
+)
+from hap.cost_models.profile import DeviceKind, Fit, LinkProfile, Profile, ProfileError, RankProfile
+from hap.graph import Graph
+from hap.plan import Strategy
+from hap.runtime.collectives import Communicator
+from hap.runtime.profile_ops import Clock, time_calls
+from hap.runtime.profile_wire import measure_collectives, measure_links
+
+TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
+SAME_KIND = 0.1  # a rank whose calls take this much more or less than its kind's has a factor of its own
+UPDATE_ELEMENTS = (1 << 6, 1 << 12, 1 << 15, 1 << 18)
+UPDATE_PARAMETERS = 4
+
+Candidates = Mapping[str, Sequence[Strategy]]
+
+
+def measure(
+    cluster: ClusterSpec,
+    comm: Communicator,
+    graphs: Sequence[tuple[Graph, Candidates]],
+    *,
+    optimizers: Sequence[str] = ("adamw", "sgd"),
+    slowdown: float | None = None,
+    conditions: Sequence[str] = (),
+) -> Profile:
+    """Calibrate the cluster on its running ranks; the same profile on every rank. Collective.
+
+    ProfileError if what was measured is too noisy to use; ClusterError if the job has not one rank for each device.
+    """
+    cluster.check_world_size(comm.world_size)
+    started = time.perf_counter()
+    clock = Clock(comm.device, slowdown)
+    timings = [t for graph, candidates in graphs for t in time_calls(graph, candidates, clock)]
+    updates = {name: _updates(name, clock) for name in optimizers}
+    memory = torch.cuda.get_device_properties(comm.device).total_memory if comm.device.type == "cuda" else None
+    links = measure_links(comm.device) if comm.world_size > 1 else ()
+    bare = _profile(cluster, [_Rank(timings, updates, [], memory)] * cluster.world_size, links, (), (), slowdown, 0.0)
+    wire, copies = measure_collectives(bare.calibrate(cluster), comm, slowdown)
+    everyone = comm.gather_objects(_Rank(timings, updates, list(copies), memory))
+    found = _profile(cluster, everyone, links, wire, conditions, slowdown, time.perf_counter() - started)
+    text = comm.from_rank_zero(found.model_dump_json())
+    profile = Profile.model_validate_json(text)
+    _check_noise(profile)
+    return profile
+
+
+class _Rank:
+    """What one rank found."""
+
+    def __init__(
+        self,
+        timings: list[Timing],
+        updates: dict[str, list[tuple[float, float]]],
+        copies: list[CopyTiming],
+        memory_bytes: int | None,
+    ) -> None:
+        self.timings, self.updates, self.copies, self.memory_bytes = timings, updates, copies, memory_bytes
+
+
+def _updates(optimizer: str, clock: Clock) -> list[tuple[float, float]]:
+    """(bytes, seconds) of one parameter's update, by size."""
+    found = []
+    for elements in UPDATE_ELEMENTS:
+        parameters = [torch.nn.Parameter(torch.randn(elements, device=clock.device)) for _ in range(UPDATE_PARAMETERS)]
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        stepping = make_optimizer(optimizer, parameters)
+        seconds, _ = clock.seconds(stepping.step)
+        found.append((4.0 * elements, seconds / UPDATE_PARAMETERS))
+    return found
+
+
+def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
+    """torch's optimizer of one of the names that plans know (``cost_models.memory``)."""
+    match name:
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr=1e-3)
+        case "adam":
+            return torch.optim.Adam(parameters, lr=1e-3)
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=1e-3)
+        case "sgd+momentum":
+            return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+    raise ProfileError(f"unknown optimizer {name!r} (known: adamw, adam, sgd, sgd+momentum)")
+
+
+def _profile(
+    cluster: ClusterSpec,
+    everyone: Sequence[_Rank],
+    links: tuple[LinkProfile, ...],
+    wire: Any,
+    conditions: Sequence[str],
+    slowdown: float | None,
+    seconds: float,
+) -> Profile:
+    kinds: dict[object, list[int]] = {}
+    for d in cluster.devices:
+        numbers = (d.gpu, tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s)
+        kinds.setdefault(numbers, []).append(d.rank)
+    made: list[DeviceKind] = []
+    ranks: dict[int, RankProfile] = {}
+    for members in kinds.values():
+        pooled, factors = pool([everyone[r].timings for r in members], least=slowdown is not None)
+        for rank, factor in zip(members, factors, strict=True):
+            spread = statistics.median([t.spread for t in everyone[rank].timings] or [0.0])
+            own = factor if abs(factor - 1) > SAME_KIND else 1.0
+            ranks[rank] = RankProfile(device=cluster.devices[rank].name, kind=len(made), factor=own, spread=spread)
+        equals = [everyone[r] for r in members]
+        made.append(_kind(cluster.devices[members[0]].gpu, pooled, equals, slowdown is not None))
+    return Profile(
+        cluster=cluster.name,
+        cluster_fingerprint=cluster.fingerprint,
+        backend=cluster.backend,
+        torch_version=torch.__version__,
+        conditions=tuple(conditions),
+        kinds=tuple(made),
+        ranks=tuple(ranks[r] for r in range(cluster.world_size)),
+        links=links,
+        collectives=fit_collectives(wire),
+        seconds_taken=seconds,
+    )
+
+
+def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank], emulated: bool) -> DeviceKind:
+    choose = min if emulated else statistics.median
+    updates: dict[str, Fit] = {}
+    for optimizer in members[0].updates:
+        points = list(zip(*(m.updates[optimizer] for m in members), strict=True))
+        seconds = [float(choose(s for _, s in same)) for same in points]
+        sizes = [same[0][0] for same in points]
+        updates[optimizer] = fit_seconds([0.0] * len(sizes), sizes, seconds)
+    return DeviceKind(
+        name=name,
+        memory_bytes=members[0].memory_bytes,
+        calls=call_curves(pooled),
+        fits=fit_timings(pooled),
+        updates=updates,
+        copies=fit_copies([t for m in members for t in m.copies]),
+    )
+
+
+def _check_noise(profile: Profile) -> None:
+    for rank in profile.ranks:
+        if rank.spread > TOO_NOISY:
+            raise ProfileError(
+                f"{rank.device}: repeats of the same call differ by {rank.spread:.0%}: something else runs there"
+            )
+    for link in profile.links:
+        if link.spread > TOO_NOISY:
+            raise ProfileError(
+                f"link from rank {link.source} to {link.target}: repeats differ by {link.spread:.0%}; is it in use?"
+            )

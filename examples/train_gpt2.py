@@ -48,7 +48,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--check", type=int, default=3, help="steps to repeat on one device and compare")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start me with torchrun, one process per device: see --help")
+    if arguments.check < 1 or arguments.steps < arguments.check + 3:
+        parser.error("--check needs at least 1 step, and --steps 3 more than that: those are timed")
+    return arguments
 
 
 class Characters(Dataset[dict[str, torch.Tensor]]):

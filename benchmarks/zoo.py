@@ -216,8 +216,10 @@ def _figures(report: Report, rows: Sequence[tuple[str, Planned, Proved, Equality
     report.text(
         "Captured and planned at the published size (seconds of CPU, peak memory of the whole process after capture, "
         "its imports included). Equal: a small model in float64, one step on three Gloo ranks under two plans, loss, "
-        f"gradients and buffers within {TOLERANCE:.0e} of PyTorch in one process. Proved: strategies of its distinct "
-        "calls, each run on uneven pieces, an empty one among them."
+        f"gradients and buffers within {TOLERANCE:.0e} of PyTorch in one process, relative to each tensor's largest "
+        "element; a gradient smaller than a thousandth of the model's largest is compared with that thousandth, as "
+        "some are zero in exact arithmetic. Proved: strategies of its distinct calls, each run on uneven pieces, an "
+        "empty one among them."
     )
 
 

@@ -34,7 +34,7 @@ from hap.fabric import Array
 from hap.hosts import Device
 from hap.placement import Shard
 from hap.plan import Strategy
-from hap.search.milp import MS, SEED
+from hap.search.milp import SEED
 from hap.search.prices import Facts
 
 
@@ -68,7 +68,12 @@ def _line_bound(line: Line, weight: Array, many: Array) -> float:
 
 
 def best_weights(bound: Bound) -> tuple[float, ...]:
-    """Weights that make ``bound.seconds`` largest."""
+    """Weights that make ``bound.seconds`` largest.
+
+    Times are measured in the longest of the bound's own lines, so that nanoseconds are not lost in the solver's
+    tolerances. Any weights prove a bound; if the LP ends without a point, equal ones do.
+    """
+    scale = 1.0 / max(max(line.fixed + line.slope) for lines, _ in bound.menus for line in lines)
     model = mathopt.Model(name="weights")
     weights = [model.add_variable(lb=0, name=f"w[{c}]") for c in range(len(bound.counts))]
     row = model.add_linear_constraint(lb=1, ub=1, name="all")
@@ -83,13 +88,14 @@ def best_weights(bound: Bound) -> tuple[float, ...]:
             row.set_coefficient(node, 1.0)
             row.set_coefficient(least, -1.0)
             for c, w in enumerate(weights):
-                row.set_coefficient(w, -line.fixed[c] * bound.counts[c] * MS)
+                row.set_coefficient(w, -line.fixed[c] * bound.counts[c] * scale)
                 below = model.add_linear_constraint(ub=0, name=f"least[{m},{s},{c}]")
                 below.set_coefficient(least, 1.0)
-                below.set_coefficient(w, -line.slope[c] * MS)
+                below.set_coefficient(w, -line.slope[c] * scale)
     model.objective.is_maximize = True
     result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
-    assert result.has_primal_feasible_solution(), "the weights have no feasible point"
+    if not result.has_primal_feasible_solution():
+        return (1.0,) * len(bound.counts)
     values = result.variable_values()
     return tuple(max(0.0, values[w]) for w in weights)
 

@@ -57,3 +57,11 @@ def test_more_devices_of_a_kind_enter_as_a_count() -> None:
     for count in (1, 4):
         facts = Facts(found.graph, found.strategies, cluster(*[(10.0, "1GB")] * count), "adamw")
         assert make_bound(facts).counts == (count,)
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e-3, 1e6])
+def test_the_unit_of_time_does_not_matter(unit: float) -> None:
+    """Nanoseconds would fall under the solver's tolerances."""
+    split, whole = Line((0.0, 0.0), (2.0 * unit, 6.0 * unit)), Line((unit / 3, unit), (0.0, 0.0))
+    bound = Bound((((split,), 1), ((whole,), 1)), (1, 1))
+    assert bound.seconds(best_weights(bound)) == pytest.approx(2.0 * unit)

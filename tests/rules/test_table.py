@@ -24,7 +24,7 @@ NAMES = {
         isfinite.default isinf.default isnan.default leaky_relu.default lift_fresh_copy.default log.default
         log10.default log1p.default log2.default logical_not.default max.default mean.default min.default
         mish.default neg.default ones_like.default reciprocal.default relu.default round.default rsqrt.default
-        sigmoid.default sign.default silu.default sin.default sinh.default softplus.default sort.default
+        sgn.default sigmoid.default sign.default silu.default sin.default sinh.default softplus.default sort.default
         sqrt.default squeeze.default std.correction sum.default t.default tan.default tanh.default tril.default
         triu.default trunc.default unbind.int var.correction var_mean.correction zeros_like.default slice.Tensor""",
     (X, 0): """

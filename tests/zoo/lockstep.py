@@ -1,0 +1,73 @@
+"""One step of a model on lockstep ranks, in the terms of ``benchmarks.zoo_models.reference``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.zoo_models.case import Case
+from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
+from hap.capture import capture, source_values
+from hap.codegen.lowering import lower
+from hap.graph import Graph
+from hap.placement import GroupSizes
+from hap.plan import Strategy
+from hap.rules.choices import Choices, choices
+from hap.runtime.lockstep import run_lockstep
+from tests._support.plans import greedy_strategies, make_plan, random_sizes, random_strategies, sizes_for
+
+TOLERANCE = 1e-10
+SEED = 5
+
+
+def captured(case: Case) -> Graph:
+    return capture(case.model, case.inputs, loss_fn=case.loss_fn, example_targets=case.targets)
+
+
+def run(case: Case, found: Choices, strategies: Mapping[str, Strategy], sizes: GroupSizes) -> Outcome:
+    """One step under these decisions."""
+    world_size = len(next(iter(sizes.values())))
+    plan = make_plan(found, strategies, sizes, world_size=world_size)
+    values = source_values(found.graph, case.model, case.inputs, case.targets, seed=SEED)
+    result = run_lockstep(lower(found.graph, plan), values)
+    stored = case.model.state_dict()
+    buffers = {name: stored[name] for name, _ in case.model.named_buffers() if name in stored}
+    return Outcome(result.loss, result.gradients, {**buffers, **result.updates})
+
+
+def batch_strategies(found: Choices) -> dict[str, Strategy]:
+    """Data parallel: every input that can follow the batch does, and nothing moves that need not."""
+    inputs = found.graph.sources("input")
+    wishes = {n.target: (0, n.meta.shape[0]) for n in inputs if len(found.strategies[n.name]) > 1}
+    return greedy_strategies(found, wishes)
+
+
+def data_parallel_error(case: Case, sizes: tuple[int, ...]) -> float:
+    """The worst relative error against one device with the batch dealt as ``sizes``."""
+    found = choices(captured(case))
+    dealt = sizes_for(found, sizes, {sum(sizes): sizes})
+    return worst_error(run(case, found, batch_strategies(found), dealt), one_device(case, SEED))[0]
+
+
+def random_error(case: Case, seed: int) -> tuple[float, str]:
+    """The same with any strategies and any sizes, zeros included, on three ranks."""
+    found, source = choices(captured(case)), random.Random(seed)
+    strategies = random_strategies(found, source)
+    return worst_error(run(case, found, strategies, random_sizes(found, 3, source)), one_device(case, SEED))
+
+
+def case_of(model: nn.Module, inputs: Any, loss_fn: Any, targets: Any) -> Case:
+    """In float64."""
+    return Case(model.double(), inputs, loss_fn, targets)
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def labels(classes: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, classes, shape, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,49 @@
+"""Every model of the zoo at its small size: no rule missing, and any sound strategies equal PyTorch on one device."""
+
+import pytest
+
+from benchmarks.zoo_models import ZOO, find
+from hap.rules.check import missing
+from tests.zoo.lockstep import TOLERANCE, captured, random_error
+
+NAMES = [model.name for model in ZOO]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_strategies_equal_one_device(name):
+    error, where = random_error(find(name).build("small"), seed=NAMES.index(name))
+    assert error <= TOLERANCE, where
+
+
+def test_no_rule_is_missing_at_the_published_size_where_operators_differ_most():
+    for name in ("mixtral", "hap_vit_moe"):
+        assert missing(captured(find(name).build("real"))) == ()
+
+
+def test_a_small_case_is_the_same_every_time():
+    first, second = (find("resnet50").build("small") for _ in range(2))
+    assert first.inputs["pixel_values"].equal(second.inputs["pixel_values"])
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert a.equal(b)
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="no model 'nonesuch' in the zoo; known: gpt2, bert"):
+        find("nonesuch")
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("gpt2", 124.4),
+        ("bert", 109.5),
+        ("vit", 86.6),
+        ("resnet50", 25.6),
+        ("vgg19", 143.7),
+        ("hap_vgg", 139.6),
+        ("hap_vit", 56.8),
+    ],
+)
+def test_published_sizes(name, millions):
+    parameters = sum(p.numel() for p in find(name).build("real").model.parameters())
+    assert round(parameters / 1e6, 1) == millions

@@ -13,6 +13,9 @@ from benchmarks.zoo_models.case import class_loss, tokens
 from benchmarks.zoo_models.hap_paper import ImageModel, Shape, TextModel, top_two_gate
 from hap.build import BuiltModel
 from hap.cluster import ClusterSpec
+from hap.placement import Shard
+from hap.plan import Strategy
+from hap.rules.choices import Choices
 from hap.search.pins import Pins
 
 CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # TFLOP/s, network Mbit/s, by rank
@@ -21,12 +24,36 @@ CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # TFLOP/s
     "link-unequal": ((1, 1, 1, 1), (1000, 1000, 200, 200)),
     "both": ((3, 3, 1, 1), (1000, 1000, 200, 200)),
 }
-PLANS: Mapping[str, Pins] = {
-    "planner": Pins(),
-    "data parallel": Pins(placements={"*": "R", "args.0": "S(0)"}),
-    "sharded parameters": Pins(placements={"*": "S(0)", "args.0": "S(0)"}),
-    "equal shares": Pins(placements={"*": "R", "args.0": "S(0)"}, ratios=(1, 1, 1, 1)),
-}
+PLANS = ("planner", "data parallel", "sharded parameters", "equal shares")
+WHOLE = Pins(placements={"*": "R"})
+
+
+def pins(plan: str) -> Pins:
+    """What each plan fixes; all but the planner's own also keep to the batch (``keep_to_batch``)."""
+    match plan:
+        case "planner":
+            return Pins()
+        case "data parallel":
+            return WHOLE
+        case "equal shares":
+            return Pins(placements=WHOLE.placements, ratios=(1.0,) * 4)
+        case "sharded parameters":
+            return Pins(placements={"*": "S(0)"})
+    raise ValueError(plan)
+
+
+def keep_to_batch(found: Choices) -> Choices:
+    """The choices without any but the batch's strategy for nodes that have one: no replicated compute."""
+    rows = next(n for n in found.graph.sources("input"))
+    batch = {p.group for s in found.strategies[rows.name] for p in s.outputs if isinstance(p, Shard)}
+
+    def kept(strategies: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        some = tuple(
+            s for s in strategies if any(isinstance(p, Shard) and p.group in batch for p in (*s.inputs, *s.outputs))
+        )
+        return some or strategies
+
+    return Choices(found.graph, found.groups, {name: kept(s) for name, s in found.strategies.items()})
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def _as_measured(
     found = cluster.collective(kind, decomposition)
     factor = found.factor(p.nbytes)
     wire = tuple(stage.scaled(factor) for stage in form.stages if not stage.in_memory)
-    return CollectiveForm(found.call_s + factor * form.constant_s, (*wire, memory))
+    return CollectiveForm(factor * form.constant_s, (*wire, memory))
 
 
 def shares(placement: Placement, sizes: GroupSizes, world_size: int) -> Array:

@@ -183,30 +183,47 @@ def fit_copies(timings: Sequence[CopyTiming]) -> dict[str, CopyFit]:
 
 
 def fit_collectives(timings: Sequence[WireTiming]) -> tuple[CollectiveProfile, ...]:
-    """By collective: what the smallest message takes beyond its formula is the call's; the rest a factor by size."""
+    """By collective: measured over formula by size, after the seconds of rising sizes were made to rise."""
     groups: dict[tuple[Collective, str], list[WireTiming]] = {}
     for t in timings:
         groups.setdefault((t.kind, base_name(t.decomposition)), []).append(t)
     found = []
     for (kind, decomposition), some in sorted(groups.items()):
-        smallest = min(t.nbytes for t in some)
-        call_s = max(0.0, statistics.median(t.seconds - t.formula_s for t in some if t.nbytes == smallest))
         sizes = sorted({t.nbytes for t in some})
-        factors = [
-            statistics.median(max(t.seconds - call_s, 0.1 * t.seconds) / t.formula_s for t in some if t.nbytes == size)
-            for size in sizes
+        by_size = [[t for t in some if t.nbytes == size] for size in sizes]
+        measured = [statistics.median(t.seconds for t in same) for same in by_size]
+        rising = non_decreasing(measured)
+        factors = tuple(
+            statistics.median(t.seconds / t.formula_s for t in same) * up / was
+            for same, up, was in zip(by_size, rising, measured, strict=True)
+        )
+        errors = [
+            abs(factor * t.formula_s / t.seconds - 1)
+            for same, factor in zip(by_size, factors, strict=True)
+            for t in same
         ]
-        fitted = [call_s + t.formula_s * between(t.nbytes, sizes, factors) for t in some]
         found.append(
             CollectiveProfile(
                 kind=kind,
                 decomposition=decomposition,
-                call_s=call_s,
                 sizes=tuple(sizes),
-                factors=tuple(factors),
-                residual=statistics.median(abs(f / t.seconds - 1) for f, t in zip(fitted, some, strict=True)),
+                factors=factors,
+                seconds=tuple(rising),
+                residual=statistics.median(errors),
                 spread=statistics.median(t.spread for t in some),
                 samples=len(some),
             )
         )
     return tuple(found)
+
+
+def non_decreasing(values: Sequence[float]) -> list[float]:
+    """The nearest rising sequence in logarithms (pool adjacent violators): noise makes a larger message no faster."""
+    blocks: list[tuple[float, int]] = []  # (mean of the logarithms, how many)
+    for value in values:
+        mean, count = float(np.log(value)), 1
+        while blocks and blocks[-1][0] > mean:
+            before, several = blocks.pop()
+            mean, count = (before * several + mean * count) / (several + count), several + count
+        blocks.append((mean, count))
+    return [float(np.exp(mean)) for mean, count in blocks for _ in range(count)]

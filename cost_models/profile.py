@@ -93,8 +93,9 @@ class CopyFit(_Frozen):
 
 class DeviceKind(_Frozen):
     """Devices that the cluster file describes alike. ``fits`` by ``op/dtype`` and ``class/dtype``; ``copies`` by
-    ``collective/decomposition``; ``updates`` by optimizer, per parameter, of the bytes that the rank holds of it;
-    ``step_s`` what a step takes beside its calls."""
+    ``collective/decomposition``; ``updates`` by optimizer, per parameter, of the bytes that the rank holds of it, with
+    what a step takes for having the parameter; ``step_s`` what a step takes beside its calls; ``in_step`` by how much
+    calls take longer in a step than alone."""
 
     name: str
     memory_bytes: int | None = None
@@ -103,6 +104,7 @@ class DeviceKind(_Frozen):
     updates: dict[str, Fit]
     copies: dict[str, CopyFit]
     step_s: float = 0.0
+    in_step: float = 1.0
 
 
 class RankProfile(_Frozen):
@@ -126,20 +128,20 @@ class LinkProfile(_Frozen):
 
 
 class CollectiveProfile(_Frozen):
-    """On the wire: ``call_s + factor * formula``, the factor interpolated between ``factors`` at the logarithms of
-    ``sizes`` (bytes of the whole value)."""
+    """On the wire: ``factor * formula``, the factor interpolated between ``factors``, logarithm against logarithm of
+    ``sizes`` (bytes of the whole value). ``seconds``: what the values of these sizes took, dealt evenly."""
 
     kind: Collective
     decomposition: str
-    call_s: float
     sizes: tuple[float, ...]
     factors: tuple[float, ...]
+    seconds: tuple[float, ...]
     residual: float
     spread: float
     samples: int
 
     def factor(self, nbytes: float) -> float:
-        return between(nbytes, self.sizes, self.factors)
+        return math.exp(between(nbytes, self.sizes, [math.log(f) for f in self.factors]))
 
 
 class Profile(_Frozen):
@@ -213,14 +215,14 @@ class MeasuredDevice(Device):
         """Seconds of a call at a share of its group; ``work`` is (FLOPs, bytes) at that share, for the fits."""
         curve = self.kind.calls.get(call)
         if curve is not None:
-            return curve.at(share) * self.factor
+            return curve.at(share) * self.factor * self.kind.in_step
         fit = self.kind.fits.get(f"{op}/{dtype}") or self.kind.fits.get(f"{op_class}/{dtype}")
         if fit is None:
             raise ProfileError(
                 f"the profile of {self.name} has no {op_class} in {dtype} (asked for {op}); "
                 "profile again with the model: hap profile --model FILE.py:FUNCTION"
             )
-        return fit.seconds(*work) * self.factor
+        return fit.seconds(*work) * self.factor * self.kind.in_step
 
     def update_seconds(self, optimizer: str, own_bytes: float) -> float:
         """Seconds of the optimizer's update of one parameter of which the device holds ``own_bytes``."""

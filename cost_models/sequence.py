@@ -16,6 +16,7 @@ from hap.cluster import ClusterSpec
 from hap.conversion import Need
 from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
 from hap.cost_models.compute import ComputeModel, ComputeTable, split_work
+from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.work import node_work
 from hap.fabric import Array
 from hap.graph import Graph
@@ -71,7 +72,8 @@ def sequence(
     costs: Sequence[ConversionCost],
     model: ComputeModel,
 ) -> Iterator[Local | ConversionCost]:
-    """The step without its update; views, which take no time, are left out."""
+    """The step without its update; views, which take no time, are left out. What was measured of a step beside its
+    calls comes first."""
     table = ComputeTable(cluster.devices, model)
     rho = {group: np.array(s, dtype=np.float64) / sum(s) for group, s in sizes.items()}
     ones = np.ones(cluster.world_size)
@@ -86,6 +88,8 @@ def sequence(
             else:
                 yield cost
 
+    around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in cluster.devices]
+    yield Local("step", "forward", np.array(around))
     for node in graph.nodes:
         yield from convert(node.name)
         if not node.is_source:

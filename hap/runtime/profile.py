@@ -1,7 +1,7 @@
 """Calibration: what ``hap profile`` runs on every rank. From the running job to a ``Profile``.
 
-1. every rank times the distinct operator calls of the given graphs, under every strategy and at a few shares, and the
-   optimizer's update (``profile_ops``);
+1. every rank times the distinct operator calls of the given graphs, under every strategy and at a few shares
+   (``profile_ops``), the optimizer's update, and what a step takes beside its calls (``profile_step``);
 2. together they time links in both directions (``profile_wire``);
 3. with those links in the formulas, every collective by every decomposition, evenly and unevenly dealt;
 4. rank 0 pools what equal devices found, fits, and tells all.
@@ -12,9 +12,11 @@ stretches it. A measurement that is too noisy is refused: ``TOO_NOISY``.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from hap.graph import Graph
 from hap.plan import Strategy
 from hap.runtime.collectives import Communicator
 from hap.runtime.profile_ops import Clock, time_calls
+from hap.runtime.profile_step import calls_seconds, graph_seconds, overheads
 from hap.runtime.profile_wire import measure_collectives, measure_links
 
 TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
@@ -63,11 +66,21 @@ def measure(
     clock = Clock(comm.device, slowdown)
     timings = [t for graph, candidates in graphs for t in time_calls(graph, candidates, clock)]
     updates = {name: _updates(name, clock) for name in optimizers}
+    around = {name: overheads(clock, functools.partial(make_optimizer, name)) for name in optimizers}
+    in_step = [_in_step(graph, timings, clock) for graph, _ in graphs]
     memory = torch.cuda.get_device_properties(comm.device).total_memory if comm.device.type == "cuda" else None
     links = measure_links(comm.device) if comm.world_size > 1 else ()
-    bare = _profile(cluster, [_Rank(timings, updates, [], memory)] * cluster.world_size, links, (), (), slowdown, 0.0)
+    bare = _profile(
+        cluster,
+        [_Rank(timings, updates, around, in_step, [], memory)] * cluster.world_size,
+        links,
+        (),
+        (),
+        slowdown,
+        0.0,
+    )
     wire, copies = measure_collectives(bare.calibrate(cluster), comm, slowdown)
-    everyone = comm.gather_objects(_Rank(timings, updates, list(copies), memory))
+    everyone = comm.gather_objects(_Rank(timings, updates, around, in_step, list(copies), memory))
     found = _profile(cluster, everyone, links, wire, conditions, slowdown, time.perf_counter() - started)
     text = comm.from_rank_zero(found.model_dump_json())
     profile = Profile.model_validate_json(text)
@@ -75,17 +88,21 @@ def measure(
     return profile
 
 
+@dataclass(frozen=True)
 class _Rank:
-    """What one rank found."""
+    """What one rank found: calls; (bytes, seconds) of updates; (per step, per parameter) seconds by optimizer; whole
+    graphs over their calls; copies."""
 
-    def __init__(
-        self,
-        timings: list[Timing],
-        updates: dict[str, list[tuple[float, float]]],
-        copies: list[CopyTiming],
-        memory_bytes: int | None,
-    ) -> None:
-        self.timings, self.updates, self.copies, self.memory_bytes = timings, updates, copies, memory_bytes
+    timings: list[Timing]
+    updates: dict[str, list[tuple[float, float]]]
+    around: dict[str, tuple[float, float]]
+    in_step: list[float]
+    copies: list[CopyTiming]
+    memory_bytes: int | None
+
+
+def _in_step(graph: Graph, timings: Sequence[Timing], clock: Clock) -> float:
+    return graph_seconds(graph, clock) / calls_seconds(graph, {t.call: t.seconds for t in timings if t.share == 1.0})
 
 
 def _updates(optimizer: str, clock: Clock) -> list[tuple[float, float]]:
@@ -159,7 +176,10 @@ def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank], emulated: b
         points = list(zip(*(m.updates[optimizer] for m in members), strict=True))
         seconds = [float(choose(s for _, s in same)) for same in points]
         sizes = [same[0][0] for same in points]
-        updates[optimizer] = fit_seconds([0.0] * len(sizes), sizes, seconds)
+        fit = fit_seconds([0.0] * len(sizes), sizes, seconds)
+        each = choose(m.around[optimizer][1] for m in members)
+        updates[optimizer] = fit.model_copy(update={"launch_s": each})
+    per_graph = [choose(same) for same in zip(*(m.in_step for m in members), strict=True)]
     return DeviceKind(
         name=name,
         memory_bytes=members[0].memory_bytes,
@@ -167,6 +187,8 @@ def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank], emulated: b
         fits=fit_timings(pooled),
         updates=updates,
         copies=fit_copies([t for m in members for t in m.copies]),
+        step_s=float(choose(step_s for m in members for step_s, _ in m.around.values())),
+        in_step=max(1.0, statistics.median(per_graph)),
     )
 
 

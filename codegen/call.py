@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hap.codegen.layout import Layout
-from hap.codegen.program import Call, Convert, RankDevice
+from hap.codegen.program import Call, Convert, RankDevice, Together
 from hap.graph import Value
 from hap.ops import resolve
 from hap.placement import LocalSize, Shard, Sizes
@@ -23,6 +23,15 @@ def collective_arguments(convert: Convert, sizes: Mapping[str, Sizes]) -> dict[s
         return {**layouts, "decomposition": convert.decomposition}
     single: dict[str, Any] = next(iter(layouts.values()))._asdict() if layouts else {}
     return {**single, "decomposition": convert.decomposition}
+
+
+def bundle_arguments(work: Together, sizes: Mapping[str, Sizes]) -> tuple[list[tuple[Layout, ...]], str]:
+    """(layouts, decomposition) that ``Communicator.together`` and ``start`` take after the kind and the values."""
+    layouts = [
+        tuple(Layout.of(placement, sizes) for placement in (m.source, m.target) if isinstance(placement, Shard))
+        for m in work.members
+    ]
+    return layouts, work.decomposition
 
 
 def returns_many(call: Call) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from hap.codegen.call import collective_arguments, map_leaves, returns_many
-from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice
+from hap.codegen.call import bundle_arguments, collective_arguments, map_leaves, returns_many
+from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice, Start, Together, Wait
 from hap.graph import Value
 from hap.ops import resolve
 from hap.placement import LocalSize
@@ -75,10 +75,18 @@ class _Emitter:
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
-            if isinstance(instruction, Convert):
-                self._collective(instruction)
-            else:
-                self._call(instruction)
+            match instruction:
+                case Convert():
+                    self._collective(instruction)
+                case Together():
+                    self._results(self._bundle("together", instruction, None), instruction.outputs)
+                case Start():
+                    self.values[instruction.handle] = self._bundle("start", instruction.work, instruction.handle)
+                case Wait():
+                    handle = self.values.pop(instruction.handle)
+                    self._results(self.graph.call_method("wait", (self.comm, handle)), instruction.outputs)
+                case Call():
+                    self._call(instruction)
 
     def _collective(self, convert: Convert) -> None:
         keywords = collective_arguments(convert, self.program.sizes)
@@ -87,6 +95,17 @@ class _Emitter:
             "call_method", convert.kind, args, keywords, convert.output
         )
 
+    def _bundle(self, method: str, work: Together, name: str | None) -> fx.Node:
+        layouts, decomposition = bundle_arguments(work, self.program.sizes)
+        args = (self.comm, work.kind, [self.read(name) for name in work.inputs], layouts, decomposition)
+        return self.graph.create_node("call_method", method, args, {}, name)
+
+    def _results(self, results: fx.Node, names: Sequence[str | None]) -> None:
+        for index, name in enumerate(names):
+            if name is not None:
+                item = self.graph.create_node("call_function", operator.getitem, (results, index), {}, name)
+                self.values[name] = item
+
     def _call(self, call: Call) -> None:
         args = tuple(map_leaves(arg, self._leaf) for arg in call.args)
         kwargs = {key: map_leaves(arg, self._leaf) for key, arg in call.kwargs}
@@ -94,11 +113,7 @@ class _Emitter:
             name = call.outputs[0]
             self.values[str(name)] = self.graph.create_node("call_function", resolve(call.op), args, kwargs, name)
             return
-        results = self.graph.call_function(resolve(call.op), args, kwargs)
-        for index, name in enumerate(call.outputs):
-            if name is not None:
-                item = self.graph.create_node("call_function", operator.getitem, (results, index), {}, name)
-                self.values[name] = item
+        self._results(self.graph.call_function(resolve(call.op), args, kwargs), call.outputs)
 
     def finish(self, result: Any, class_name: str) -> fx.GraphModule:
         self.graph.output(result)

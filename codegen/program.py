@@ -12,6 +12,10 @@ A conversion stands just before its first reader; one that a result needs (a gra
 placement) stands just after the value is made, so that the whole gradient lives briefly. Values that the
 forward part makes and the backward part reads are ``saved``.
 
+Passes (``hap.codegen.passes``) may put several conversions into one collective (``Together``) and let one run while
+the program goes on (``Start``, ``Wait``). What is started in a part is waited for in it, and collectives stand in one
+order, which is the order in which every rank issues them.
+
 ``lower`` refuses, with PlanError, a plan for another graph, a strategy that is not a row of the rule table, conversions
 that are not those the strategies imply, and a collective or decomposition that does not exist.
 """
@@ -116,7 +120,80 @@ class Convert:
         return (self.output,)
 
 
-Instruction = Call | Convert
+@dataclass(frozen=True)
+class Together:
+    """Several conversions of one kind by one collective; sums have one dtype. ``decomposition`` goes for all."""
+
+    members: tuple[Convert, ...]
+    decomposition: str
+
+    @property
+    def kind(self) -> Collective:
+        return self.members[0].kind
+
+    @property
+    def module(self) -> str:
+        return self.members[0].module
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(m.input for m in self.members)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(m.output for m in self.members)
+
+
+@dataclass(frozen=True)
+class Start:
+    """``work`` begins here and is left running under the name ``handle``."""
+
+    handle: str
+    work: Together
+
+    @property
+    def module(self) -> str:
+        return self.work.module
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.work.inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.handle,)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The results of what ``Start`` left running in the same part."""
+
+    handle: str
+    work: Together
+    module: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.handle,)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return self.work.outputs
+
+
+Instruction = Call | Convert | Together | Start | Wait
+
+
+def converts(instruction: Instruction) -> tuple[Convert, ...]:
+    """The conversions that an instruction completes."""
+    match instruction:
+        case Convert():
+            return (instruction,)
+        case Together():
+            return instruction.members
+        case Wait():
+            return instruction.work.members
+    return ()
 
 
 @dataclass(frozen=True)
@@ -153,7 +230,7 @@ class Program:
 
     @property
     def conversions(self) -> tuple[Convert, ...]:
-        return tuple(i for i in (*self.forward, *self.backward) if isinstance(i, Convert))
+        return tuple(c for i in (*self.forward, *self.backward) for c in converts(i))
 
 
 def last_uses(part: Sequence[Instruction], keep: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -190,6 +267,7 @@ def verify_program(program: Program) -> None:
 
 
 def _verify_part(program: Program, part: Sequence[Instruction], available: set[str]) -> None:
+    running: dict[str, Together] = {}
     for instruction in part:
         for name in instruction.inputs:
             assert name in available, f"{name} is read before it is defined"
@@ -197,11 +275,29 @@ def _verify_part(program: Program, part: Sequence[Instruction], available: set[s
             if output is not None:
                 assert output not in available, f"{output} is defined twice"
                 available.add(output)
-        if isinstance(instruction, Convert):
-            before, after = program.held[instruction.input].placement, program.held[instruction.output].placement
-            assert (before, after) == (instruction.source, instruction.target), f"{instruction} is misdescribed"
-            known = is_decomposition(instruction.kind, instruction.decomposition, program.world_size)
-            assert known, f"{instruction} cannot be performed"
+        for convert in converts(instruction):
+            before, after = program.held[convert.input].placement, program.held[convert.output].placement
+            assert (before, after) == (convert.source, convert.target), f"{convert} is misdescribed"
+        match instruction:
+            case Convert():
+                _verify_work(program, Together((instruction,), instruction.decomposition))
+            case Together():
+                _verify_work(program, instruction)
+            case Start(handle=handle, work=work):
+                assert handle not in program.held, f"{handle} is a value"
+                _verify_work(program, work)
+                running[handle] = work
+            case Wait(handle=handle, work=work):
+                assert running.pop(handle, None) == work, f"{handle} was not started, or is waited for twice"
+    assert not running, f"nobody waits for {sorted(running)}"
+
+
+def _verify_work(program: Program, work: Together) -> None:
+    known = is_decomposition(work.kind, work.decomposition, program.world_size)
+    assert known, f"{work} cannot be performed"
+    assert {m.kind for m in work.members} == {work.kind}, f"{work} mixes kinds"
+    if work.kind in ("all_reduce", "reduce_scatter"):
+        assert len({program.held[m.input].meta.dtype for m in work.members}) == 1, f"{work} sums several dtypes"
 
 
 def placement_suffix(placement: Placement) -> str:

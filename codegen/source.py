@@ -13,9 +13,22 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any
 
-from hap.codegen.call import collective_arguments, map_leaves, returns_many
+from hap.codegen.call import bundle_arguments, collective_arguments, map_leaves, returns_many
 from hap.codegen.layout import Layout
-from hap.codegen.program import Call, Convert, Held, Instruction, Program, RankDevice, Source, group_labels, last_uses
+from hap.codegen.program import (
+    Call,
+    Convert,
+    Held,
+    Instruction,
+    Program,
+    RankDevice,
+    Source,
+    Start,
+    Together,
+    Wait,
+    group_labels,
+    last_uses,
+)
 from hap.codegen.text import INDENT, WIDTH, Bracket, Text, call, entry, literal, quoted, statement, subscript
 from hap.graph import Value
 from hap.ops import resolve
@@ -99,7 +112,8 @@ class _File:
     def _uses_layout(self) -> bool:
         sources = [self.program.held[s.name].placement for s in self.program.sources]
         return any(isinstance(p, Shard) for p in sources) or any(
-            c.kind == "all_to_all" for c in self.program.conversions
+            isinstance(i, (Together, Start)) or (isinstance(i, Convert) and i.kind == "all_to_all")
+            for i in (*self.program.forward, *self.program.backward)
         )
 
     def sizes(self) -> list[str]:
@@ -186,7 +200,9 @@ class _File:
         return call("saved.pop", [quoted(name)])
 
     def shape_comment(self, name: str) -> str:
-        """``(10*BATCH, 48)``; a value whose sum over ranks is meant says ``partial``."""
+        """``(10*BATCH, 48)``; a value whose sum over ranks is meant says ``partial``. Nothing for what is no value."""
+        if name not in self.program.held:
+            return ""
         held = self.program.held[name]
         extents = [str(size) for size in held.meta.shape]
         match held.placement:
@@ -231,15 +247,24 @@ class _Body:
 
     def emit(self, instruction: Instruction) -> None:
         comments = [self.file.shape_comment(n) for n in instruction.outputs if n is not None]
-        if isinstance(instruction, Convert):
-            prefix = f"{instruction.output} = "
-            text = self._collective(instruction)
-        else:
-            names = [n or "_" for n in instruction.outputs]
-            prefix = f"{', '.join(names)}{',' if returns_many(instruction) and len(names) == 1 else ''} = "
-            text = self._call(instruction)
+        match instruction:
+            case Convert():
+                prefix, text = f"{instruction.output} = ", self._collective(instruction)
+            case Together():
+                prefix, text = _unpacked(instruction.outputs), self._bundle("together", instruction)
+            case Start():
+                prefix, text = f"{instruction.handle} = ", self._bundle("start", instruction.work)
+            case Wait():
+                prefix, text = _unpacked(instruction.outputs), call("comm.wait", [instruction.handle])
+            case Call():
+                names = [n or "_" for n in instruction.outputs]
+                prefix = _unpacked(names) if returns_many(instruction) else f"{', '.join(names)} = "
+                text = self._call(instruction)
         self.defined.update(n for n in instruction.outputs if n is not None)
         comment = comments[0] if len(comments) == 1 else ""
+        if len(INDENT + prefix + text.open) > WIDTH and len(instruction.outputs) > 1:
+            self.lines += [f"{INDENT}(", *(f"{INDENT}{INDENT}{n or '_'}," for n in instruction.outputs)]
+            prefix = ") = "
         self.lines += statement(INDENT, prefix, text, comment)
 
     def _collective(self, convert: Convert) -> Bracket:
@@ -257,6 +282,18 @@ class _Body:
             else:
                 keywords.append((key, literal(value)))
         return call(f"comm.{convert.kind}", [convert.input], keywords)
+
+    def _bundle(self, method: str, work: Together) -> Bracket:
+        layouts, decomposition = bundle_arguments(work, self.file.program.sizes)
+        rows: list[Text] = []
+        for member, found in zip(work.members, layouts, strict=True):
+            shards = [p for p in (member.source, member.target) if isinstance(p, Shard)]
+            items = [self.file._layout(layout, shard) for layout, shard in zip(found, shards, strict=True)]
+            rows.append(Bracket("(", tuple(items), ")"))
+        values = Bracket("[", tuple(work.inputs), "]")
+        return call(
+            f"comm.{method}", [quoted(work.kind), values, Bracket("[", tuple(rows), "]"), quoted(decomposition)]
+        )
 
     def _call(self, instruction: Call) -> Bracket:
         function = resolve(instruction.op)
@@ -279,6 +316,11 @@ class _Body:
         constant = self.file.constant[leaf.group]
         mine = f"sum({constant}[:rank])" if isinstance(leaf, LocalStart) else f"{constant}[rank]"
         return mine if leaf.scale == 1 else f"{leaf.scale} * {mine}"
+
+
+def _unpacked(names: Sequence[str]) -> str:
+    """``a, b = ``, or ``a, = `` of one, as an assignment begins that unpacks."""
+    return f"{', '.join(names)}{',' if len(names) == 1 else ''} = "
 
 
 class _Leaf(str):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hap.codegen.call import map_leaves, returns_many
-from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice
+from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice, Start, Together, Wait
 from hap.errors import ProgramError
 from hap.graph import Value
 from hap.ops import resolve
@@ -76,6 +76,7 @@ class _Lockstep:
         self.program, self.reference = program, reference
         self.ranks = range(program.world_size)
         self.values: dict[str, Locals] = {}
+        self.running: dict[str, list[Locals]] = {}
 
     def whole(self, name: str) -> torch.Tensor:
         return assemble(self.values[name], self.program.held[name].placement, self.program.sizes)
@@ -96,10 +97,25 @@ class _Lockstep:
             self._compare(name, held.value)
 
     def run(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Convert):
-            whole = assemble(self.values[instruction.input], instruction.source, self.program.sizes)
-            self.store(instruction.output, distribute(whole, instruction.target, self.program.sizes, self.ranks))
-            return
+        match instruction:
+            case Convert():
+                self.store(instruction.output, self._convert(instruction))
+            case Together():
+                for member in instruction.members:
+                    self.store(member.output, self._convert(member))
+            case Start():
+                self.running[instruction.handle] = [self._convert(m) for m in instruction.work.members]
+            case Wait():
+                for name, pieces in zip(instruction.outputs, self.running.pop(instruction.handle), strict=True):
+                    self.store(name, pieces)
+            case Call():
+                self._run_call(instruction)
+
+    def _convert(self, convert: Convert) -> Locals:
+        whole = assemble(self.values[convert.input], convert.source, self.program.sizes)
+        return distribute(whole, convert.target, self.program.sizes, self.ranks)
+
+    def _run_call(self, instruction: Call) -> None:
         results = [self._call(instruction, rank) for rank in self.ranks]
         for index, name in enumerate(instruction.outputs):
             if name is not None:

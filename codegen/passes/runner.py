@@ -1,0 +1,108 @@
+"""The passes of a compiled program: ``Program -> Program``, in a fixed order, each to be switched off by its name.
+
+    outcome = run_passes(program, standard_passes(limit_bytes=4 << 20), off=("overlap",))
+    outcome.program
+    print(outcome.diff("bucket"))     # what that pass changed, as a unified diff of the printed programs
+    outcome.seconds                   # what each took
+
+All of them preserve numerics: the same operators on the same numbers; only where and how values travel changes, and
+with it the order in which a bundle's sums are made.
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from hap.codegen.passes.bucket import LIMIT_BYTES, Choose, bucket_collectives
+from hap.codegen.passes.overlap import AHEAD, overlap_collectives
+from hap.codegen.passes.prune import remove_dead_code, remove_renames
+from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, verify_program
+from hap.errors import PlanError
+
+
+class Pass(NamedTuple):
+    """A rewriting with its options bound."""
+
+    name: str
+    rewrite: Callable[[Program], Program]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``stages``: the program before the first pass and after each; ``seconds``: what each took, by name."""
+
+    names: tuple[str, ...]
+    stages: tuple[Program, ...]
+    seconds: Mapping[str, float]
+
+    @property
+    def program(self) -> Program:
+        return self.stages[-1]
+
+    def diff(self, name: str) -> str:
+        """What a pass changed, as a unified diff; empty if nothing."""
+        at = self.names.index(name)
+        before, after = (print_program(self.stages[i]).splitlines() for i in (at, at + 1))
+        return "\n".join(difflib.unified_diff(before, after, f"before {name}", f"after {name}", lineterm="", n=1))
+
+
+def standard_passes(
+    *, limit_bytes: int = LIMIT_BYTES, choose: Choose | None = None, ahead: int = AHEAD
+) -> tuple[Pass, ...]:
+    """The passes that ``hap.compile`` runs, in order."""
+    return (
+        Pass("renames", remove_renames),
+        Pass("dead_code", remove_dead_code),
+        Pass("bucket", partial(bucket_collectives, limit_bytes=limit_bytes, choose=choose)),
+        Pass("overlap", partial(overlap_collectives, ahead=ahead)),
+    )
+
+
+def run_passes(program: Program, passes: Sequence[Pass], *, off: Sequence[str] = ()) -> Outcome:
+    """Every pass but those named in ``off``, each verified. PlanError for an unknown name."""
+    known = [p.name for p in passes]
+    for name in off:
+        if name not in known:
+            raise PlanError(f"there is no pass {name!r} to switch off (there are {', '.join(known)})")
+    stages, seconds, names = [program], dict[str, float](), []
+    for name, rewrite in passes:
+        if name in off:
+            continue
+        start = time.perf_counter()
+        stages.append(rewrite(stages[-1]))
+        seconds[name] = time.perf_counter() - start
+        names.append(name)
+        verify_program(stages[-1])
+    return Outcome(tuple(names), tuple(stages), seconds)
+
+
+def print_program(program: Program) -> str:
+    """One line for each instruction: for diffs and for reading."""
+    lines = []
+    for title, part in (("forward", program.forward), ("backward", program.backward)):
+        lines += [f"{title}:", *(f"    {_line(instruction)}" for instruction in part)]
+    return "\n".join(lines)
+
+
+def _line(instruction: Instruction) -> str:
+    made = ", ".join(name or "_" for name in instruction.outputs)
+    match instruction:
+        case Call():
+            return f"{made} = {instruction.op}({', '.join(instruction.inputs)})"
+        case Convert():
+            return f"{made} = {instruction.kind}/{instruction.decomposition}({instruction.input})"
+        case Together():
+            return f"{made} = {_work(instruction)}"
+        case Start():
+            return f"{made} = start {_work(instruction.work)}"
+        case Wait():
+            return f"{made} = wait {instruction.handle}"
+
+
+def _work(work: Together) -> str:
+    return f"{work.kind}/{work.decomposition}({', '.join(work.inputs)})"

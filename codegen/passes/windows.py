@@ -1,0 +1,83 @@
+"""Where in a part of a program a collective may stand: what passes that move collectives need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hap.codegen.program import Call, Convert, Instruction, Together
+
+
+@dataclass(frozen=True)
+class Window:
+    """The collective at ``position`` may stand before any instruction from number ``ready`` to number ``due`` (of the
+    part as it is; the part's length: at its end). ``is_result``: nobody in the part reads what it makes."""
+
+    position: int
+    ready: int
+    due: int
+    is_result: bool
+
+
+def work_of(instruction: Instruction) -> Together | None:
+    """What the wire does there, as a bundle; None where nothing is sent, or is under way already."""
+    match instruction:
+        case Convert(kind="slice"):
+            return None
+        case Convert():
+            return Together((instruction,), instruction.decomposition)
+        case Together():
+            return instruction
+    return None
+
+
+def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
+    """Of every collective, in program order. No collective reads what another makes (``lower`` converts originals),
+    so all may move at once."""
+    made, first_read = _positions(part)
+    windows = []
+    for position, instruction in enumerate(part):
+        work = work_of(instruction)
+        if work is None:
+            continue
+        ready = 1 + max((made.get(name, -1) for name in work.inputs), default=-1)
+        reads = [first_read[name] for name in work.outputs if name in first_read]
+        windows.append(Window(position, ready, min(reads, default=len(part)), not reads))
+    return tuple(windows)
+
+
+def rearranged(
+    part: Sequence[Instruction], removed: Sequence[int], inserted: Mapping[int, Sequence[Instruction]]
+) -> tuple[Instruction, ...]:
+    """The part without the numbers ``removed`` and with ``inserted[i]`` before its number i."""
+    gone, found = frozenset(removed), list[Instruction]()
+    for position, instruction in enumerate(part):
+        found += inserted.get(position, ())
+        if position not in gone:
+            found.append(instruction)
+    return (*found, *inserted.get(len(part), ()))
+
+
+def hides(meanwhile: Sequence[Instruction]) -> bool:
+    """Whether these instructions keep a device busy for long enough to be worth a collective's detour: a product, or
+    several calls that are no views."""
+    calls = [i.op.split(".")[1] for i in meanwhile if isinstance(i, Call)]
+    return any(op in _PRODUCTS for op in calls) or sum(op not in _VIEWS for op in calls) >= _SEVERAL
+
+
+_PRODUCTS = ("mm", "bmm", "convolution", "convolution_backward", "attention", "attention_backward")
+_VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split", "detach")
+_SEVERAL = 4
+
+
+def _positions(part: Sequence[Instruction]) -> tuple[dict[str, int], dict[str, int]]:
+    """Name -> where it is made; name -> where it is first read."""
+    made: dict[str, int] = {}
+    first_read: dict[str, int] = {}
+    for position, instruction in enumerate(part):
+        for name in instruction.inputs:
+            first_read.setdefault(name, position)
+        for output in instruction.outputs:
+            if output is not None:
+                made[output] = position
+    return made, first_read

@@ -1,0 +1,225 @@
+"""Passes move and bundle collectives and drop what is not needed; what a program means stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hap.capture import capture, interpret, source_values
+from hap.codegen.lowering import lower
+from hap.codegen.passes.bucket import bucket_collectives
+from hap.codegen.passes.overlap import overlap_collectives
+from hap.codegen.passes.prune import remove_dead_code, remove_renames
+from hap.codegen.passes.runner import print_program, run_passes, standard_passes
+from hap.codegen.program import Call, Convert, Program, Start, Together, Wait, verify_program
+from hap.codegen.source import to_python
+from hap.errors import PlanError
+from hap.graph import Value
+from hap.rules.choices import Choices, choices
+from hap.runtime.lockstep import run_lockstep
+from tests._support import cases, gpt2
+from tests._support.plans import make_plan, random_sizes, random_strategies
+from tests.codegen.test_lockstep import Small
+
+NAMES = ("renames", "dead_code", "bucket", "overlap")
+
+
+@cache
+def small() -> tuple[Choices, dict[Value, torch.Tensor]]:
+    torch.manual_seed(0)
+    model = Small().double()
+    batch = (torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64))
+    graph = capture(model, batch)
+    return choices(graph), interpret(graph, source_values(graph, model, batch, tangent=0.7))
+
+
+@cache
+def data_parallel() -> Program:
+    """GPT-2 of two layers, the batch dealt to three ranks: 28 gradients to be summed."""
+    return lower(gpt2.graph(), cases.data_parallel((5, 2, 1)))
+
+
+def works(program: Program) -> list[Together]:
+    """Every collective as a bundle, in the order in which it begins."""
+    found = []
+    for instruction in (*program.forward, *program.backward):
+        match instruction:
+            case Convert(kind=kind) if kind != "slice":
+                found.append(Together((instruction,), instruction.decomposition))
+            case Together():
+                found.append(instruction)
+            case Start():
+                found.append(instruction.work)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ meaning
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    source=st.randoms(use_true_random=False),
+    world_size=st.integers(1, 4),
+    regather=st.booleans(),
+    limit=st.sampled_from([0, 64, 300, 1 << 20]),
+    ahead=st.integers(0, 3),
+    off=st.sets(st.sampled_from(NAMES)),
+)
+def test_any_program_means_the_same_with_any_passes(source, world_size, regather, limit, ahead, off) -> None:  # type: ignore[no-untyped-def]
+    found, values = small()
+    plan = make_plan(
+        found, random_strategies(found, source), random_sizes(found, world_size, source), regather=regather
+    )
+    program = lower(found.graph, plan)
+    passes = standard_passes(limit_bytes=limit, ahead=ahead)
+    after = run_passes(program, passes, off=sorted(off)).program
+    step = run_lockstep(after, values, check=True)
+    for target, value in found.graph.gradients.items():
+        torch.testing.assert_close(step.gradients[target], values[value], rtol=1e-10, atol=1e-12)
+    moved = sorted(m.output for w in works(after) for m in w.members)
+    if "dead_code" in off:
+        assert moved == sorted(m.output for w in works(program) for m in w.members)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_gpt2_means_the_same(seed: int) -> None:
+    graph = gpt2.graph()
+    values = interpret(graph, source_values(graph, gpt2.build(), (gpt2.batch(),), gpt2.batch(), tangent=1.3))
+    after = run_passes(lower(graph, cases.anything(seed)), standard_passes()).program
+    step = run_lockstep(after, values, check=True)
+    torch.testing.assert_close(step.loss, values[graph.loss], rtol=1e-12, atol=0)
+
+
+# ------------------------------------------------------------------------------------------------ buckets
+
+
+def test_all_gradients_of_a_small_model_are_summed_at_once() -> None:
+    program = data_parallel()
+    assert len(works(program)) == 2 + 28  # the number of targets, the loss, and each gradient
+    after = bucket_collectives(program)
+    assert [len(w.members) for w in works(after)] == [1, 1, 28]
+    assert isinstance(after.backward[-1], Together)  # when the last gradient is made
+
+
+def test_a_bundle_holds_no_more_than_its_limit() -> None:
+    program = data_parallel()
+    largest = max(program.held[c.input].meta.nbytes for c in program.conversions)
+    for limit in (largest // 8, largest, 3 * largest):
+        for work in works(bucket_collectives(program, limit_bytes=limit)):
+            total = sum(program.held[name].meta.nbytes for name in work.inputs)
+            assert total <= limit or len(work.members) == 1
+
+
+def test_a_limit_of_nothing_changes_nothing() -> None:
+    program = data_parallel()
+    assert bucket_collectives(program, limit_bytes=0) == program
+
+
+def test_bundles_take_the_way_that_suits_their_bytes() -> None:
+    seen: list[int] = []
+
+    def choose(largest: Convert, nbytes: int) -> str:
+        seen.append(nbytes)
+        return "owners[0]"
+
+    after = bucket_collectives(data_parallel(), choose=choose)
+    assert works(after)[-1].decomposition == "owners[0]"
+    assert seen == [sum(data_parallel().held[n].meta.nbytes for n in works(after)[-1].inputs)]
+
+
+# ------------------------------------------------------------------------------------------------ overlap
+
+
+def test_a_gradient_is_on_its_way_while_the_next_is_computed() -> None:
+    program = overlap_collectives(bucket_collectives(data_parallel(), limit_bytes=20_000))
+    starts = [i for i, x in enumerate(program.backward) if isinstance(x, Start)]
+    waits = [i for i, x in enumerate(program.backward) if isinstance(x, Wait)]
+    assert len(starts) == len(waits) > 2
+    assert max(starts) < min(waits)  # all are waited for at the end
+    for at in starts:
+        start = program.backward[at]
+        before = program.backward[at - 1]
+        assert isinstance(start, Start) and (isinstance(before, Start) or before.outputs[-1] in start.inputs)
+
+
+def test_what_is_read_at_once_is_not_started() -> None:
+    """The number of targets divides the loss a moment later; the loss is the last thing that the forward part makes."""
+    program = overlap_collectives(data_parallel())
+    assert not any(isinstance(i, (Start, Wait)) for i in program.forward)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_parameters_are_gathered_ahead_but_not_all_at_once(ahead: int) -> None:
+    program = lower(gpt2.graph(), cases.zero((5, 2, 1)))
+    parameters = {s.name for s in program.sources_of("parameter")}
+    after = overlap_collectives(program, ahead=ahead)
+    verify_program(after)
+    running = most = 0
+    for instruction in after.forward:
+        if isinstance(instruction, (Start, Wait)) and instruction.work.inputs[0] in parameters:
+            running += 1 if isinstance(instruction, Start) else -1
+            most = max(most, running)
+    assert most <= ahead and (most > 0) == (ahead > 0)
+
+
+def test_the_order_of_collectives_is_in_the_program() -> None:
+    """Each rank's program is emitted from the same instructions; here: starting never overtakes another's start."""
+    program = bucket_collectives(data_parallel(), limit_bytes=20_000)
+    assert [w.outputs for w in works(overlap_collectives(program))] == [w.outputs for w in works(program)]
+
+
+# ------------------------------------------------------------------------------------------------ dead code, renames
+
+
+def test_what_nobody_reads_is_dropped() -> None:
+    program = data_parallel()
+    dead = Call(("unread",), "aten.neg.default", (Value(program.loss),), (), "")
+    held = {**program.held, "unread": program.held[program.loss]}
+    longer = replace(program, forward=(*program.forward, dead), held=held)
+    assert remove_dead_code(longer).forward == program.forward
+
+
+def test_renames_are_joined() -> None:
+    program = data_parallel()
+    first = program.forward[0]
+    assert isinstance(first, Call) and first.outputs[0]
+    name = first.outputs[0]
+    alias = Call(("other",), "aten.alias.default", (Value(name),), (), "")
+    reader = Call(("last",), "aten.neg.default", (Value("other"),), (), "")
+    held = {**program.held, "other": program.held[name], "last": program.held[name]}
+    longer = replace(program, forward=(*program.forward, alias, reader), held=held)
+    assert remove_renames(longer).forward[-1].inputs == (name,)
+    assert len(remove_renames(longer).forward) == len(longer.forward) - 1
+
+
+# ------------------------------------------------------------------------------------------------ the runner
+
+
+def test_passes_are_timed_and_show_what_they_change() -> None:
+    outcome = run_passes(data_parallel(), standard_passes())
+    assert outcome.names == NAMES and set(outcome.seconds) == set(NAMES)
+    diff = outcome.diff("bucket")
+    assert diff.count("\n-    ") == 28 and diff.count("\n+    ") == 1
+    assert outcome.diff("dead_code") == ""
+
+
+def test_a_pass_is_switched_off_by_its_name() -> None:
+    outcome = run_passes(data_parallel(), standard_passes(), off=("bucket", "overlap"))
+    assert outcome.names == ("renames", "dead_code")
+    with pytest.raises(PlanError, match=r"no pass 'fuse'.*renames, dead_code, bucket, overlap"):
+        run_passes(data_parallel(), standard_passes(), off=("fuse",))
+
+
+def test_the_emitted_file_says_what_is_under_way() -> None:
+    plan = cases.zero((5, 2, 1))
+    program = run_passes(lower(gpt2.graph(), plan), standard_passes(limit_bytes=20_000)).program
+    text = to_python(program, plan)
+    compile(text, "emitted.py", "exec")
+    assert " = comm.start(" in text and "= comm.wait(pending_" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert "start all_gather" in print_program(program)

@@ -28,6 +28,7 @@ from hap.runtime.program import HapProgram
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
+from hap.whatif import explained
 
 T = TypeVar("T")
 NOT_MEASURED = ASSUMPTIONS[0]
@@ -59,7 +60,8 @@ def plan(
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
-    return _search(graph, _cluster(cluster, profile), optimizer, pins, effort)
+    spec = _cluster(cluster, profile)
+    return explained(_search(graph, spec, optimizer, pins, effort), graph, spec, helps=effort == "normal")
 
 
 def compile(
@@ -100,7 +102,7 @@ def compile(
         if plan is not None:
             return (plan if isinstance(plan, Plan) else Plan.load(plan)).to_json()
         assert spec is not None
-        return _search(graph, spec, optimizer, pins, effort).to_json()
+        return explained(_search(graph, spec, optimizer, pins, effort), graph, spec, helps=False).to_json()
 
     decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)

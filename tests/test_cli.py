@@ -11,11 +11,18 @@ from hap import cli
 from hap.build import build_from, build_hugging_face
 from hap.errors import HapError
 
+MODEL = ["--hf", "--batch", "--seq"]
 SURFACE = {
-    "version": [],
-    "plan": ["-c", "--cluster", "--hf", "--batch", "--seq", "--optimizer", "-o", "--out", "--json"],
-    "explain": ["--json"],
-    "program": ["--hf", "--batch", "--seq", "-o", "--out"],
+    "version": ["--json"],
+    "plan": [
+        *("-c", "--cluster", *MODEL, "--optimizer", "--effort", "--profile", "--add", "--without", "--link"),
+        *("-o", "--out", "--json"),
+    ],
+    "explain": [*MODEL, "--node", "--json"],
+    "diff": ["--json"],
+    "report": ["--run", "-o", "--out", "--json"],
+    "check": ["--update", "--json"],
+    "program": [*MODEL, "-o", "--out"],
     "run": ["-c", "--cluster", "--host", "--master"],
 }
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from hap.cluster import ClusterSpec
 from hap.placement import Shard
 from hap.plan import Plan
-from hap.report.words import counted, listed, percent, quantity, seconds, table
+from hap.report.words import counted, listed, percent, quantity, seconds, starred, table
 
 COPIED = "copied on every rank"
 GATHERED = "sharded, gathered for use (ZeRO, FSDP)"
@@ -51,7 +51,7 @@ def summarize(plan: Plan, cluster: ClusterSpec | None = None) -> str:
         list(_headline(plan)),
         _ranks(plan, cluster),
         ["what is dealt out:", *_indented(_dealt(plan))],
-        ["parameters:", *_indented(_parameters(parameter_uses(plan)))],
+        ["parameters:", *_indented(parameter_lines(plan))],
         list(_reasons(plan, cluster)),
         list(_costs(plan)),
     ]
@@ -140,7 +140,7 @@ def _dealt(plan: Plan) -> list[str]:
         if group is None:
             whole += 1
             continue
-        key = _starred(plan.groups[group].label), plan.groups[group].sizes
+        key = starred(plan.groups[group].label), plan.groups[group].sizes
         calls[key] += 1
         layers.setdefault(key, {})[group] = None
     rows = []
@@ -154,8 +154,9 @@ def _dealt(plan: Plan) -> list[str]:
     return table(rows)
 
 
-def _parameters(uses: tuple[Use, ...]) -> list[str]:
+def parameter_lines(plan: Plan) -> list[str]:
     """One line for each way that parameters are held and used, the commonest first."""
+    uses = parameter_uses(plan)
     prefix = os.path.commonprefix([u.pattern for u in uses])  # noqa: RUF071 (characters are meant)
     prefix = prefix[: prefix.rfind("_") + 1]
     rows = []
@@ -164,11 +165,6 @@ def _parameters(uses: tuple[Use, ...]) -> list[str]:
         which = "all" if count == len(uses) else listed(patterns, 3)
         rows.append([f"{count} {words}:", which])
     return table(rows)
-
-
-def _starred(label: str) -> str:
-    """Layer numbers replaced, so that alike layers share one line."""
-    return re.sub(r"\.\d+(?=\.|$| )", ".*", label)
 
 
 def _reasons(plan: Plan, cluster: ClusterSpec | None) -> Iterator[str]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
 def seconds(value: float) -> str:
     """Three significant digits in the unit that fits: ``412 ms``, ``1.37 s``, ``85.2 us``."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:.0f} {unit}"
+        if value >= 0.9995 * scale:
+            return f"{_three(value / scale)} {unit}"
     return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
 
 
 def quantity(value: float, unit: str = "") -> str:
     """Three significant digits with an SI prefix: ``3.29 M``, ``64 MB``, ``12 kB``, ``7``."""
     for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
+        if value >= 0.9995 * scale:
+            return f"{_three(value / scale)} {prefix}{unit}"
     return f"{value:.3g} {unit}".strip()
+
+
+def _three(number: float) -> str:
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def percent(part: float, whole: float) -> str:
@@ -36,6 +41,11 @@ def listed(items: Sequence[str], limit: int = 4) -> str:
     if len(items) > limit:
         return f"{', '.join(shown)} and {len(items) - limit} more"
     return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]]))
+
+
+def starred(label: str) -> str:
+    """Layer numbers replaced, so that alike layers share one line."""
+    return re.sub(r"\.\d+(?=\.|$| )", ".*", label)
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

@@ -1,0 +1,60 @@
+"""``hap run``: a user's script on every device of a cluster."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hap.commands.shared import ClusterOption
+from hap.errors import HapError
+
+if TYPE_CHECKING:
+    from hap.cluster import ClusterSpec
+
+
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script that calls hap.compile.")],
+    cluster: ClusterOption,
+    host: Annotated[str | None, typer.Option(help="This machine's name in the cluster file.")] = None,
+    master: Annotated[str | None, typer.Option(metavar="ADDRESS:PORT", help="Where the first host listens.")] = None,
+) -> None:
+    """Launch a script under torchrun.
+
+    One rank per device of the cluster. Everything after SCRIPT.py is passed on to it, with --cluster.
+
+    Example:  hap run --cluster cluster.yaml train.py --steps 100
+
+    Without --host all ranks start on this machine. With it, run the same command on every host of the cluster file:
+    hap run --cluster cluster.yaml --host left --master 10.0.0.1:29500 train.py
+    """
+    from hap.cluster import ClusterSpec
+
+    if not script.is_file():
+        raise HapError(f"{script}: no such file")
+    launcher = launch_arguments(ClusterSpec.load(cluster), host, master)
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(script), "--cluster", cluster]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun sets the same, with a warning
+    raise typer.Exit(subprocess.run([*command, *context.args], env=environment, check=False).returncode)
+
+
+def launch_arguments(cluster: ClusterSpec, host: str | None, master: str | None) -> list[str]:
+    """torchrun's options for the whole cluster here, or for one host of it. HapError if the host is unknown."""
+    if host is None:
+        return ["--standalone", "--nproc-per-node", str(cluster.world_size)]
+    names = [h.name for h in cluster.hosts]
+    if host not in names:
+        raise HapError(f"no host {host!r} in the cluster (hosts: {', '.join(names)})")
+    if len(names) > 1 and master is None:
+        raise HapError("--host needs --master ADDRESS:PORT, the first host's address")
+    address, _, port = (master or "localhost:29500").rpartition(":")
+    if not address or not port.isdigit():
+        raise HapError(f"--master {master!r}: expected ADDRESS:PORT")
+    ranks = len(cluster.hosts[names.index(host)].devices)
+    place = ["--nnodes", str(len(names)), "--node-rank", str(names.index(host)), "--nproc-per-node", str(ranks)]
+    return [*place, "--master-addr", address, "--master-port", port]

@@ -1,0 +1,113 @@
+"""``hap plan`` and ``hap program``: from a model and a cluster to a plan, and from a plan to its program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from hap.commands import shared
+from hap.commands.shared import Batch, ClusterOption, HuggingFace, Json, ModelArgument, PlanArgument, SequenceLength
+from hap.errors import HapError
+
+
+def plan(
+    cluster: ClusterOption,
+    model: ModelArgument = None,
+    hf: HuggingFace = None,
+    batch: Batch = 8,
+    seq: SequenceLength = None,
+    optimizer: Annotated[str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, ...")] = "adamw",
+    effort: Annotated[Literal["quick", "normal"], typer.Option(help="How long to search.")] = "normal",
+    profile: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.json", help="Speeds measured by hap profile on this cluster.")
+    ] = None,
+    add: Annotated[
+        list[str] | None, typer.Option(metavar="8xA100-40GB[@PRICE]", help="What if: one more host with these devices.")
+    ] = None,
+    without: Annotated[list[str] | None, typer.Option(metavar="HOST", help="What if: this host is gone.")] = None,
+    link: Annotated[
+        list[str] | None, typer.Option(metavar="HOST-HOST=25Gbit/s", help="What if: this much between two hosts.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="X.plan.json", help="Write the plan here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan a training step for a cluster.
+
+    Needs no GPU, no weights and no process group. The plan is a file to read, diff and review. There is no limit in
+    seconds: the search is bounded by counts of work (--effort), so that the same inputs give the same plan on any
+    machine.
+
+    Example:  hap plan train.py:build --cluster cluster.yaml -o gpt2.plan.json
+
+    With --add, --without or --link nothing is written: the cluster is compared with what it would be, each change alone
+    and all of them together, ranked by samples a second and, where hosts have a price_per_hour, by samples per money:
+    hap plan --hf gpt2 -c cluster.yaml --add 8xA100-40GB@12.5 --without host3 --link left-right=25Gbit/s
+    """
+    changes = [*(("add", a) for a in add or ()), *(("without", w) for w in without or ())]
+    changes += [("link", entry) for entry in link or ()]
+    if changes and (out is not None or profile is not None):
+        raise HapError("--add, --without and --link compare clusters; leave out --out and --profile")
+    built = shared.build(model, hf, batch, seq)
+    from hap import api
+    from hap.cluster import ClusterSpec
+
+    spec = ClusterSpec.load(cluster)
+    if changes:
+        from hap.purchases import compare
+
+        with shared.working("planning every variant"):
+            ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort)
+        shared.print_json(ranking.to_json()) if as_json else print(ranking)
+        return
+    with shared.working("planning"):
+        found = api.plan(
+            built.model,
+            spec,
+            example_inputs=built.example_inputs,
+            example_targets=built.example_targets,
+            loss_fn=built.loss_fn,
+            optimizer=optimizer,
+            effort=effort,
+            profile=profile,
+        )
+    from hap.report.summary import summarize
+
+    if out is not None:
+        shared.write(out, found.to_json())
+    print(found.to_json() if as_json else summarize(found, spec), end="" if as_json else "\n")
+
+
+def program(
+    plan: PlanArgument,
+    model: ModelArgument = None,
+    hf: HuggingFace = None,
+    batch: Batch = 8,
+    seq: SequenceLength = None,
+    out: shared.PythonOut = None,
+) -> None:
+    """Write a plan's program as Python.
+
+    The same program that the ranks run, for a person to read; it runs by itself. Needs the plan's model again.
+
+    Example:  hap program gpt2.plan.json train.py:build -o gpt2_program.py
+    """
+    from hap.plan import Plan
+
+    loaded = Plan.load(plan)
+    built = shared.build(model, hf, batch, seq)
+    from hap import api
+
+    with shared.working("capturing the model"):
+        source = api.python_source(
+            built.model,
+            loaded,
+            example_inputs=built.example_inputs,
+            example_targets=built.example_targets,
+            loss_fn=built.loss_fn,
+        )
+    if out is None:
+        print(source, end="")
+    else:
+        shared.write(out, source)

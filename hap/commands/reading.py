@@ -1,0 +1,122 @@
+"""``hap explain``, ``hap diff`` and ``hap report``: what a plan says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hap.commands import shared
+from hap.commands.shared import Batch, HuggingFace, Json, ModelArgument, PlanArgument, SequenceLength
+
+if TYPE_CHECKING:
+    from hap.build import BuiltModel
+    from hap.plan import Plan
+
+
+def explain(
+    plan: PlanArgument,
+    model: ModelArgument = None,
+    hf: HuggingFace = None,
+    batch: Batch = 8,
+    seq: SequenceLength = None,
+    node: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Why this node or parameter lies so; needs the plan's model.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a plan does, and why.
+
+    First a paragraph: what was chosen, how fast, what limits it, what would help most. Then who holds what share, which
+    collectives run, what each layer costs. With --node every placement that one operator call, parameter or input could
+    have, with what a step would then cost.
+
+    Example:  hap explain gpt2.plan.json
+
+    With --node, name the plan's model as it was planned:
+    hap explain gpt2.plan.json --hf gpt2 --batch 32 --seq 512 --node transformer.h.0.attn.c_attn.weight
+    """
+    from hap.plan import Plan
+    from hap.report.explain import explain, paragraph
+    from hap.report.facts import Facts
+
+    loaded = Plan.load(plan)
+    if node is not None:
+        _explain_node(loaded, shared.build(model, hf, batch, seq), node, as_json)
+    elif as_json:
+        body = loaded.model_dump(mode="json", include={"provenance", "groups", "predicted", "devices"})
+        facts = Facts(loaded)
+        shared.print_json({"paragraph": paragraph(facts), **body, **facts.to_json()})
+    else:
+        print(explain(loaded))
+
+
+def _explain_node(plan: Plan, built: BuiltModel, name: str, as_json: bool) -> None:
+    from hap.capture import capture
+    from hap.errors import PlanError
+    from hap.report.facts import Facts
+    from hap.report.node import explain_node, find_node
+    from hap.rules.choices import choices
+
+    with shared.working("capturing the model"):
+        graph = capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
+    if graph.fingerprint != plan.provenance.model_fingerprint:
+        raise PlanError("the plan is for another model, or other shapes; name the model as it was planned")
+    cluster = Facts(plan).cluster
+    if cluster is None:
+        raise PlanError("the plan was made by an older HAP and describes no cluster; plan again")
+    found = choices(graph)
+    strategies = found.strategies[find_node(graph, name).name]
+    with shared.working("judging the alternatives"):
+        report = explain_node(plan, graph, cluster, strategies, name)
+    shared.print_json(report.to_json()) if as_json else print(report)
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.plan.json", help="The older plan.")],
+    after: Annotated[Path, typer.Argument(metavar="B.plan.json", help="The newer one.")],
+    as_json: Json = False,
+) -> None:
+    """Say what changed from one plan to another.
+
+    What they were made for, times, memory and traffic before and after, and which decisions are not the same.
+
+    Example:  hap diff old.plan.json new.plan.json
+    """
+    from hap.plan import Plan
+    from hap.report.diff import diff
+
+    found = diff(Plan.load(before), Plan.load(after))
+    shared.print_json(found.to_json()) if as_json else print(found)
+
+
+def report(
+    plan: PlanArgument,
+    run: Annotated[
+        Path | None,
+        typer.Option("--run", metavar="DIR", help="What a run measured (steps.csv), beside the prediction."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="X.html", help="Where; by default the plan's name.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw a plan as one HTML page.
+
+    Timeline, memory, traffic between devices and where every layer's work lies, on one self-contained page that needs
+    no network. With --run, measured steps stand beside the prediction.
+
+    Example:  hap report gpt2.plan.json -o gpt2.html
+    """
+    from hap.plan import Plan
+    from hap.report.page import load_run, render_page
+
+    loaded = Plan.load(plan)
+    measured = None if run is None else load_run(run)
+    with shared.working("drawing"):
+        text = render_page(loaded, measured)
+    target = out or plan.with_suffix("").with_suffix(".html")
+    shared.write(target, text)
+    if as_json:
+        shared.print_json({"report": str(target), "characters": len(text)})

@@ -1,0 +1,180 @@
+"""What a reader wants beside a plan's decisions, worked out while graph and cluster are at hand and kept in the plan.
+
+The step is replayed as ``hap.cost_models.evaluate`` adds it up: stages of local work, each ended by a collective. Ranks
+that compute alike in every stage form one class, so that a thousand devices of three kinds are three rows. Seconds have
+four significant digits, which keeps files small and their diffs quiet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.conversion import Need, find_needs
+from hap.cost_models.compute import DEFAULT_MODEL
+from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.sequence import ConversionCost, Pricer, sequence
+from hap.fabric import Array
+from hap.graph import Graph
+from hap.placement import Shard
+from hap.plan import Explanation, Help, Layer, Plan, Stage, Strategy
+
+ROOT = "(model)"
+OPTIMIZER = "optimizer"
+
+
+def strategies_of(plan: Plan) -> dict[str, Strategy]:
+    return {name: Strategy.parse(text) for name, text in plan.strategies.items()}
+
+
+def needs_of(plan: Plan, graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[Need, ...]:
+    """The plan's conversions as needs, in its order: parameters gathered again where the plan does so."""
+    wanted = [(c.value, c.target, c.phase) for c in plan.conversions]
+    for regather in (False, True):
+        needs = find_needs(graph, strategies, regather=regather)
+        if [(str(n.value), str(n.target), n.phase) for n in needs] == wanted:
+            return needs
+    raise AssertionError("the plan's conversions are not those of its strategies")
+
+
+def layer_of(module: str) -> str:
+    """The layer that a module belongs to: its path up to the first number, or all of it."""
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts) or ROOT
+
+
+def make_explanation(plan: Plan, graph: Graph, cluster: ClusterSpec, helps: Sequence[Help] = ()) -> Explanation:
+    """The explanation of a plan made for ``graph`` and ``cluster``."""
+    strategies = strategies_of(plan)
+    needs = needs_of(plan, graph, strategies)
+    costs = Pricer(graph, plan.sizes, cluster).price(needs)
+    replay = _Replay(plan, graph, cluster, {cost.need: i for i, cost in enumerate(costs)})
+    for item in sequence(graph, strategies, plan.sizes, cluster, costs, DEFAULT_MODEL):
+        if isinstance(item, ConversionCost):
+            replay.collective(item)
+        else:
+            replay.compute(item.name, item.kind, item.seconds)
+    replay.end(update_seconds(graph, strategies, plan.sizes, cluster, plan.provenance.optimizer))
+    return Explanation(
+        cluster=cluster_body(cluster),
+        classes=replay.classes(),
+        stages=replay.stages(),
+        conversion_s=tuple(_short(c.seconds) for c in costs),
+        layers=replay.layers(strategies),
+        helps=tuple(helps),
+    )
+
+
+def cluster_body(cluster: ClusterSpec) -> dict[str, Any]:
+    """The description as plain data, from which ``ClusterSpec.model_validate`` makes it again."""
+    described = set(ClusterSpec.model_fields)  # a calibrated cluster has more
+    body = cluster.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True, include=described)
+    return {"name": cluster.name, "backend": cluster.backend, **body}
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+@dataclass
+class _Layer:
+    forward: Array
+    backward: Array
+    wire_s: float = 0.0
+
+
+@dataclass
+class _Replay:
+    """The step so far: stages that have ended, the one under way, and every layer's share."""
+
+    plan: Plan
+    graph: Graph
+    cluster: ClusterSpec
+    index: Mapping[Need, int]
+    ended: list[tuple[Array, str, int | None, float]] = field(default_factory=list)
+    found: dict[str, _Layer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.now: Array = np.zeros(self.cluster.world_size)
+        for node in self.graph.nodes:  # the model's order is that of its calls
+            if not node.is_source:
+                self._layer(layer_of(node.module))
+        for node in self.graph.sources("parameter"):
+            self._layer(layer_of(node.target.rpartition(".")[0]))
+
+    def _layer(self, name: str) -> _Layer:
+        zeros = np.zeros(self.cluster.world_size)
+        return self.found.setdefault(name, _Layer(zeros, zeros.copy()))
+
+    def compute(self, name: str, kind: str, seconds: Array) -> None:
+        self.now = self.now + seconds
+        node = self.graph.by_name.get(name.removeprefix("slice ").partition(":")[0])
+        if node is None:
+            return
+        layer = self._layer(layer_of(node.module))
+        if node.phase == "backward":
+            layer.backward = layer.backward + seconds
+        else:
+            layer.forward = layer.forward + seconds
+
+    def collective(self, cost: ConversionCost) -> None:
+        node = self.graph.by_name[cost.need.before or cost.need.value.node]
+        name = layer_of(node.target.rpartition(".")[0] if node.op == "parameter" else node.module)
+        self._layer(name).wire_s += cost.seconds
+        self.ended.append((self.now, name, self.index[cost.need], cost.seconds))
+        self.now = np.zeros(self.cluster.world_size)
+
+    def end(self, update: Array) -> None:
+        self.ended.append((self.now + update, OPTIMIZER, None, 0.0))
+
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        table = np.stack([seconds for seconds, *_ in self.ended])
+        alike: dict[object, list[int]] = {}
+        for rank, device in enumerate(self.cluster.devices):
+            key = (device.gpu, tuple(_short(s) for s in table[:, rank].tolist()))
+            alike.setdefault(key, []).append(rank)
+        return tuple(tuple(ranks) for ranks in alike.values())
+
+    def stages(self) -> tuple[Stage, ...]:
+        first = [ranks[0] for ranks in self.classes()]
+        return tuple(
+            Stage(
+                compute_s=tuple(_short(float(seconds[r])) for r in first),
+                layer=layer,
+                conversion=conversion,
+                wire_s=_short(wire_s),
+            )
+            for seconds, layer, conversion, wire_s in self.ended
+        )
+
+    def layers(self, strategies: Mapping[str, Strategy]) -> tuple[Layer, ...]:
+        calls: dict[str, dict[str, int]] = {}
+        held: dict[str, int] = {}
+        for node in self.graph.nodes:
+            if node.op == "parameter":
+                layer = layer_of(node.target.rpartition(".")[0])
+                held[layer] = held.get(layer, 0) + node.meta.nbytes
+            elif not node.is_source:
+                by_label = calls.setdefault(layer_of(node.module), {})
+                label = self._label(strategies[node.name])
+                by_label[label] = by_label.get(label, 0) + 1
+        return tuple(
+            Layer(
+                name=name,
+                forward_s=_short(float(layer.forward.max())),
+                backward_s=_short(float(layer.backward.max())),
+                wire_s=_short(layer.wire_s),
+                parameter_bytes=held.get(name, 0),
+                calls=dict(sorted(calls.get(name, {}).items())),
+            )
+            for name, layer in self.found.items()
+        )
+
+    def _label(self, strategy: Strategy) -> str:
+        group = next((p.group for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)), None)
+        return "" if group is None else self.plan.groups[group].label

@@ -1,0 +1,102 @@
+"""A pytest plug-in that comes with HAP: plans as golden files, so that a change that costs speed or memory fails.
+
+    def test_gpt2(hap_plan):
+        hap_plan.check(model, "cluster.yaml", example_inputs=batch, max_step_regression=0.02)
+
+The golden plan stands beside the test, in ``plans/<test>.plan.json``. ``pytest --hap-update`` writes it; review its
+diff as you would review code. A failure shows the words of ``hap diff``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from hap.cluster import ClusterSpec
+    from hap.plan import Plan
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("hap").addoption(
+        "--hap-update", action="store_true", help="write the plans found today over the golden ones"
+    )
+
+
+@dataclass
+class HapPlan:
+    """What the ``hap_plan`` fixture gives. ``folder`` holds the golden plans, ``test`` names them."""
+
+    folder: Path
+    test: str
+    update: bool
+    names: list[str] = field(default_factory=list)
+
+    def check(
+        self,
+        model: torch.nn.Module,
+        cluster: ClusterSpec | str | os.PathLike[str],
+        example_inputs: Any,
+        *,
+        example_targets: Any = None,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        optimizer: str = "adamw",
+        effort: Literal["quick", "normal"] = "normal",
+        max_step_regression: float = 0.02,
+        max_memory_regression: float = 0.0,
+        name: str | None = None,
+    ) -> Plan:
+        """Plan now and compare with the golden plan; fail where the predicted step or any rank's memory grew by more
+        than its limit (0.02 = 2%). A second check in one test needs a ``name``. Returns today's plan."""
+        from hap import api
+        from hap.guard import judge
+        from hap.plan import Plan
+
+        path = self._path(name)
+        if not self.update and not path.exists():
+            pytest.fail(f"there is no golden plan {path}; run pytest --hap-update and commit it", pytrace=False)
+        golden = None if self.update else Plan.load(path)
+        found = api.plan(
+            model,
+            cluster,
+            example_inputs=example_inputs,
+            example_targets=example_targets,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            effort=effort,
+        )
+        if golden is None:
+            path.parent.mkdir(exist_ok=True)
+            found.save(path)
+            return found
+        result = judge(
+            path.name,
+            golden,
+            found,
+            max_step_regression=max_step_regression,
+            max_memory_regression=max_memory_regression,
+        )
+        if not result.ok:
+            pytest.fail(f"{result}\n\nif this is wanted: pytest --hap-update", pytrace=False)
+        return found
+
+    def _path(self, name: str | None) -> Path:
+        stem = f"{self.test}-{name}" if name else self.test
+        assert stem not in self.names, f"{stem} is checked twice in one test; give the second check a name"
+        self.names.append(stem)
+        return self.folder / f"{stem}.plan.json"
+
+
+@pytest.fixture
+def hap_plan(request: pytest.FixtureRequest) -> HapPlan:
+    """Golden plans of this test; see ``hap.testing``."""
+    stem = re.sub(r"[^A-Za-z0-9_.=-]+", "-", request.node.name).strip("-")
+    return HapPlan(request.path.parent / "plans", stem, bool(request.config.getoption("--hap-update")))

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from hap.errors import MissingRuleError
 from hap.graph import Graph
-from hap.rules.notation import Call, Row, call_key, make_call
-from hap.rules.prove import Proof, Verdict, prove_call, row_strategies
+from hap.rules.notation import Call, call_key, make_call
+from hap.rules.prove import LARGEST, Proof, Verdict, call_elements, prove_call, row_strategies
 from hap.rules.table import DEFAULT_TABLE, RuleTable, call_rows
+
+VERDICTS = ("proved", "whole", "not run", "wrong", "missing")
+_SHOWN = 3  # refuted strategies of one operator
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,10 @@ class Missing:
 
 @dataclass(frozen=True)
 class Checked:
-    """One operator over some calls. ``calls`` counts those that differ; ``missing`` those without a rule."""
+    """One operator over some calls. ``calls`` counts those that differ; ``missing`` those without a rule.
+
+    ``proved`` and ``wrong`` are strategies that were run; ``skipped`` rows of calls that are too large to run.
+    """
 
     op: str
     calls: int = 0
@@ -32,11 +38,18 @@ class Checked:
     proved: int = 0
     wrong: tuple[Verdict, ...] = ()
     missing: int = 0
+    skipped: int = 0
 
     @property
     def verdict(self) -> str:
-        """``missing``, ``wrong``, ``whole`` (there is nothing but the all-replicated row) or ``proved``."""
-        return "missing" if self.missing else "wrong" if self.wrong else "proved" if self.rows else "whole"
+        """``missing``, ``wrong``, ``not run``, ``whole`` (nothing but the all-replicated row) or ``proved``."""
+        if self.missing:
+            return "missing"
+        if self.wrong:
+            return "wrong"
+        if self.skipped and not self.proved:
+            return "not run"
+        return "proved" if self.rows else "whole"
 
 
 @dataclass
@@ -46,6 +59,7 @@ class _Tally:
     proved: int = 0
     wrong: list[Verdict] = field(default_factory=list)
     missing: int = 0
+    skipped: int = 0
 
 
 def missing(graph: Graph, table: RuleTable = DEFAULT_TABLE) -> tuple[Missing, ...]:
@@ -90,7 +104,11 @@ def check_calls(calls: Iterable[Call], op: str | None = None, proof: Proof | Non
             tally.missing += 1
             continue
         tally.rows += len(rows)
-        for verdict in _verdicts(call, rows, proof):
+        if call_elements(call) > LARGEST:
+            tally.skipped += len(rows)
+            continue
+        strategies = tuple(dict.fromkeys(s for row in rows for s in row_strategies(row, call)))
+        for verdict in prove_call(call, strategies, proof):
             if verdict.ok:
                 tally.proved += 1
             else:
@@ -98,11 +116,19 @@ def check_calls(calls: Iterable[Call], op: str | None = None, proof: Proof | Non
     return tuple(_checked(name, tallies) for name in sorted(tallies))
 
 
-def _verdicts(call: Call, rows: Iterable[Row], proof: Proof) -> list[Verdict]:
-    strategies = dict.fromkeys(s for row in rows for s in row_strategies(row, call))
-    return prove_call(call, tuple(strategies), proof)
-
-
 def _checked(name: str, tallies: Mapping[str, _Tally]) -> Checked:
     t = tallies[name]
-    return Checked(name, t.calls, t.rows, t.proved, tuple(t.wrong), t.missing)
+    return Checked(name, t.calls, t.rows, t.proved, tuple(t.wrong), t.missing, t.skipped)
+
+
+def describe(found: Iterable[Checked]) -> list[str]:
+    """One line an operator, up to three refuted strategies under it, and a last line that counts verdicts."""
+    lines, counts = [], dict.fromkeys(VERDICTS, 0)
+    for c in found:
+        counts[c.verdict] += 1
+        skipped = f", {c.skipped} rows too large to run" if c.skipped else ""
+        lines.append(
+            f"{c.verdict:8} {c.op:52} {c.calls} calls, {c.proved} strategies proved, {len(c.wrong)} wrong{skipped}"
+        )
+        lines += [f"         {v.strategy}: error {v.worst_error:.2g}, {v.detail}" for v in c.wrong[:_SHOWN]]
+    return [*lines, ", ".join(f"{n} {verdict}" for verdict, n in counts.items())]

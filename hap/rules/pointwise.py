@@ -150,8 +150,8 @@ _NONLINEAR = """
     logical_and.default logical_not.default logical_or.default logical_xor.default lt.Scalar lt.Tensor maximum.default
     minimum.default mish.default ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal.default
     relu.default remainder.Scalar remainder.Tensor round.default rsqrt.default rsub.Scalar sigmoid.default
-    sgn.default sign.default silu.default sin.default sinh.default softplus.default sqrt.default tan.default tanh.default
-    trunc.default
+    sgn.default sign.default silu.default sin.default sinh.default softplus.default sqrt.default tan.default
+    tanh.default trunc.default
 """
 
 _BACKWARD = """

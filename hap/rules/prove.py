@@ -9,7 +9,7 @@ means is right.
 
 from __future__ import annotations
 
-import itertools
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -61,14 +61,18 @@ def prove_node(node: Node, strategies: Sequence[Strategy], graph: Graph, proof: 
 
 def prove_call(call: Call, strategies: Sequence[Strategy], proof: Proof = Proof()) -> list[Verdict]:
     """``prove_node`` of an operator call whose metas are at hand."""
-    metas = [m for m in (*call.inputs, *call.outputs) if m is not None]
-    elements = sum(m.numel for m in metas)
+    elements = call_elements(call)
     if elements > LARGEST:
         detail = f"not run: {elements} elements, at most {LARGEST} are"
         return [Verdict(call.node.op, str(s), False, float("inf"), detail) for s in strategies]
     if proof.isolated:
         return _in_child(call, strategies, proof)
     return [_prove(call, strategy, proof) for strategy in strategies]
+
+
+def call_elements(call: Call) -> int:
+    """Elements of all its arguments and outputs together."""
+    return sum(m.numel for m in (*call.inputs, *call.outputs) if m is not None)
 
 
 def prove_graph(choices: Choices, proof: Proof = Proof()) -> list[Verdict]:
@@ -99,10 +103,17 @@ def row_strategies(row: Row, call: Call) -> Iterator[Strategy]:
     slot, meta = row.slots[first], metas[first]
     assert isinstance(slot, Dim) and meta is not None
     size = meta.shape[slot.dim]
-    for outer, n in itertools.product(range(1, size + 1), range(2, size + 1)):
-        base = base_atom(slot, Atom(outer, n, size // (outer * n))) if size % (outer * n) == 0 else None
-        if base is not None and fits(row, base, metas):
-            yield _fitted(row, call, base)
+    for outer in _divisors(size):
+        for n in _divisors(size // outer)[1:]:
+            base = base_atom(slot, Atom(outer, n, size // (outer * n)))
+            if base is not None and fits(row, base, metas):
+                yield _fitted(row, call, base)
+
+
+def _divisors(n: int) -> list[int]:
+    """Ascending; none of zero."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def fits(row: Row, base: Atom, metas: Sequence[TensorMeta | None]) -> bool:

@@ -6,8 +6,9 @@ runs something else. An error on one rank is raised on all of them, in the same 
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,10 @@ import hap.errors
 from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
+from hap.codegen.passes.runner import print_program, run_passes, standard_passes
+from hap.codegen.program import Convert, Program
 from hap.codegen.source import to_python
+from hap.cost_models.collective import best_decomposition
 from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
@@ -77,6 +81,7 @@ def compile(
     effort: Effort = "normal",
     device: torch.device | str | None = None,
     profile: ProfileLike | None = None,
+    passes_off: Sequence[str] = (),
 ) -> HapProgram:
     """This rank's program for ``model``: an ``nn.Module`` that takes its share of a batch and returns the global loss.
 
@@ -84,6 +89,7 @@ def compile(
     ``plan`` (a ``Plan`` or a file) nothing is searched, and the plan must be for this model, this many ranks and, if
     ``cluster`` is given, this cluster. Parameters start from rank 0's values of ``model``; a model on ``meta`` needs
     ``load_state_dict`` before the first step. ``device`` defaults to this rank's GPU under NCCL, else the CPU.
+    ``passes_off`` names passes (``hap.codegen.passes.runner``) to leave out, ``("bucket", "overlap")`` for one.
     The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
     """
     if cluster is None and plan is None:
@@ -107,7 +113,8 @@ def compile(
     decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
     _check_plan(decided, graph, spec, comm.world_size)
-    program = _together(comm, lambda: lower(graph, decided))
+    program = _together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
+    _agree(comm, "the program", hashlib.sha256(print_program(program).encode()).hexdigest())
     return HapProgram(program, decided, comm, model, example_inputs, example_targets)
 
 
@@ -127,6 +134,17 @@ def python_source(
 def _search(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
     found = plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins, effort=effort)
     return _measured(found, cluster) if isinstance(cluster, CalibratedCluster) else found
+
+
+def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]) -> Program:
+    """After the passes. A bundle goes the way that is fastest on the cluster for its bytes, where that is known."""
+
+    def choose(largest: Convert, nbytes: int) -> str:
+        if cluster is None:
+            return largest.decomposition
+        return best_decomposition(largest.kind, nbytes, largest.source, largest.target, program.sizes, cluster)[0]
+
+    return run_passes(program, standard_passes(choose=choose), off=off).program
 
 
 def _measured(plan: Plan, cluster: CalibratedCluster) -> Plan:

@@ -36,6 +36,7 @@ def _forward(node: Node, done: Rewritten) -> Expansion:
     """The outputs are (out, save_mean, save_rstd[, running_mean, running_var])."""
     x, weight, bias, running_mean, running_var, training, momentum, eps = _forward_arguments(node)
     spell = Spelling(node)
+    updates: tuple[Value, ...] = ()
     if not training:
         mean = _wide(spell, running_mean, done)
         rstd = _rstd(spell, _wide(spell, running_var, done), eps)
@@ -51,7 +52,6 @@ def _forward(node: Node, done: Rewritten) -> Expansion:
         squares = spell.call("hap.batch_norm_squares.default", (x, mean), stats)
         var = spell.call("aten.div.Tensor", (squares, count), stats)
         rstd = _rstd(spell, var, eps)
-        updates = ()
         if running_mean is not None:
             updates = (
                 _moved(spell, done.meta(running_mean), running_mean, mean, momentum, 1.0),

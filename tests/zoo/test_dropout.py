@@ -1,16 +1,32 @@
 """Dropout drops the same elements however a tensor is cut, and what it drops looks random."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+import hap
+from benchmarks.zoo_models.reference import one_device
 from hap.capture import capture, interpret, source_values
 from hap.capture.dropout import SEED as SEED_TARGET
+from hap.codegen.lowering import lower
+from hap.codegen.source import to_python
 from hap.dropout import dropout, keep_mask
 from hap.placement import Shard, take_shard
+from hap.rules.choices import choices
+from tests._support.plans import make_plan, replicated_plan, sizes_for
 from tests.capture.equality import count
-from tests.zoo.lockstep import TOLERANCE, case_of, data_parallel_error, drawn, random_error
+from tests.zoo.lockstep import (
+    TOLERANCE,
+    batch_strategies,
+    captured,
+    case_of,
+    data_parallel_error,
+    drawn,
+    random_error,
+)
 
 SEED = torch.tensor(11)
 SHAPE = (6, 4, 12)
@@ -124,11 +140,40 @@ def test_stacked_recurrent_layers_keep_their_dropout(kind, options):
     found = case_of(Recurrent(kind, **options), drawn(4, 3, 5), lambda loss: loss, None)
     graph = capture(found.model, found.inputs, loss_fn=found.loss_fn)
     assert sorted({n.args[3] for n in graph.nodes if n.op == "hap.dropout.default"}) == [0, 1]
-    from benchmarks.zoo_models.reference import one_device
-
     values = interpret(graph, source_values(graph, found.model, found.inputs, seed=5))
     expected = one_device(found, 5)
     torch.testing.assert_close(values[graph.loss], expected.loss, rtol=1e-12, atol=0)
+
+
+def test_a_program_takes_the_next_seed_each_step_and_drops_nothing_in_evaluation():
+    found = case(mlp())
+    graph = capture(found.model, found.inputs, loss_fn=found.loss_fn, example_targets=found.targets, name="mlp")
+    program = hap.compile(
+        found.model,
+        plan=replicated_plan(graph),
+        example_inputs=found.inputs,
+        example_targets=found.targets,
+        loss_fn=found.loss_fn,
+    )
+    program.dropout_seed = 5
+    losses = [program(found.inputs, targets=found.targets).item() for _ in range(2)]
+    assert losses[0] != losses[1] and program.dropout_seed == 7
+    assert losses[0] == pytest.approx(one_device(found, 5).loss.item(), rel=1e-14)
+    program.dropout_seed = 5
+    assert program(found.inputs, targets=found.targets).item() == losses[0]
+    program.eval()
+    whole = found.loss_fn(copy.deepcopy(found.model).eval()(found.inputs), found.targets).item()
+    assert program(found.inputs, targets=found.targets).item() == pytest.approx(whole, rel=1e-14)
+    assert program.dropout_seed == 6
+
+
+def test_the_emitted_file_says_where_a_piece_begins():
+    found = choices(captured(case(mlp())))
+    plan = make_plan(found, batch_strategies(found), sizes_for(found, (5, 2, 1), {8: (5, 2, 1)}), world_size=3)
+    text = to_python(lower(found.graph, plan), plan)
+    assert "from hap.dropout import dropout" in text
+    assert "[0, 1, 8, 1, sum(BATCH[:rank])]" in text
+    compile(text, "emitted", "exec")
 
 
 def test_a_program_without_dropout_needs_no_seed():

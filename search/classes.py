@@ -21,6 +21,7 @@ from hap.placement import REPLICATE, Placement, Shard
 from hap.plan import Strategy
 
 RADIUS = 4
+NUMBERED = frozenset({("hap.dropout.default", 3)})  # (operator, argument): a serial number, which costs nothing
 HOME = -1  # position of a need that is the placement of a parameter's or buffer's own output
 Candidates = Mapping[str, Sequence[Strategy]]  # node -> its strategies, after pins
 
@@ -116,8 +117,9 @@ def _refine(graph: Graph, candidates: Candidates, radius: int) -> dict[str, int]
 
 
 def _first_colour(graph: Graph, node: Node, strategies: Sequence[Strategy]) -> object:
+    args = tuple("site" if (node.op, i) in NUMBERED else a for i, a in enumerate(node.args))
     literals = repr(
-        (map_values(node.args, lambda v: "value"), [(k, map_values(a, lambda v: "value")) for k, a in node.kwargs])
+        (map_values(args, lambda v: "value"), [(k, map_values(a, lambda v: "value")) for k, a in node.kwargs])
     )
     is_loss = graph.loss.node == node.name
     return node.op, literals, repr(node.outputs), node.phase, is_loss, rename_groups(_placements(strategies))

@@ -1,0 +1,313 @@
+"""What a rank runs in ``benchmarks/race.py``: every contestant of one model on one cluster, interleaved.
+
+All are given the same global batch, the same AdamW and the same pace: the CPU time that a rank's own computing takes is
+stretched to its device's (``benchmarks.testbed.pace``), and what waits for the wire is not. Where a contestant's
+collectives are torch's own, the pace is told of them by a communication hook (DDP), by overriding the one method that
+sends (ZeRO-1), or by wrapping the calls (FSDP2).
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import hap
+from benchmarks.race_models import build
+from benchmarks.testbed.pace import Deadline, deadline
+from hap.build import BuiltModel
+from hap.cluster import ClusterSpec
+from hap.plan import Plan
+
+RATE = 1e-3
+WARM = 3  # steps; DDP rearranges its buckets after the first
+RECORDED = 5  # steps whose sections are recorded, unstretched
+BLOCK = 2  # steps of one contestant in a round, after one that is not counted
+
+
+class Result(NamedTuple):
+    """One contestant on one rank. ``compute_s``: what its compute takes on its device, a step. ``held_bytes``:
+    parameters, gradients and optimizer state. ``loss``: of the first step, weighted to be the global batch's."""
+
+    steps_s: tuple[float, ...]
+    compute_s: float
+    missed: float
+    held_bytes: int
+    loss: float
+
+
+class Contestant(Protocol):
+    """``step`` returns this rank's contribution to the global loss."""
+
+    pace: Deadline | None
+
+    def step(self) -> float: ...
+
+    def tensors(self) -> list[torch.Tensor]: ...
+
+
+class Hap:
+    """``hap.compile`` with a plan made before."""
+
+    def __init__(self, built: BuiltModel, plan: str, cluster: str, passes_off: Sequence[str]) -> None:
+        self.program = hap.compile(
+            built.model,
+            ClusterSpec.from_yaml(cluster),
+            plan=Plan.from_json(plan),
+            example_inputs=built.example_inputs,
+            example_targets=built.example_targets,
+            loss_fn=built.loss_fn,
+            passes_off=passes_off,
+        )
+        self.optimizer = torch.optim.AdamW(self.program.parameters(), lr=RATE)
+        self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
+
+    @property
+    def pace(self) -> Deadline | None:
+        return None
+
+    @pace.setter
+    def pace(self, pace: Deadline | None) -> None:
+        self.program.set_pace(pace)
+
+    def step(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.program(self.batch, targets=self.targets)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach()) / dist.get_world_size()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return _held(self.program, self.optimizer)
+
+
+class Ddp:
+    """DistributedDataParallel with its defaults; rank r has ``sizes[r]`` samples and its loss the weight of those."""
+
+    def __init__(self, built: BuiltModel, sizes: Sequence[int]) -> None:
+        rank, total = dist.get_rank(), sum(sizes)
+        start = sum(sizes[:rank])
+        self.pace: Deadline | None = None
+        self.share = sizes[rank] / total
+        self.batch = built.example_inputs[start : start + sizes[rank]]
+        self.targets = built.example_targets[start : start + sizes[rank]]
+        assert built.loss_fn is not None
+        self.loss_fn = built.loss_fn
+        self.module = DistributedDataParallel(built.model)
+        self.module.register_comm_hook(None, lambda _, bucket: self._send(bucket))
+        self.optimizer = self._optimizer()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.module.parameters(), lr=RATE)
+
+    def _send(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The weighted sum of gradients (DDP's own hook divides by the number of ranks, which the weight replaces)."""
+        if self.pace is not None:
+            self.pace.settle()
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        assert work is not None
+        if self.pace is not None:
+            self.pace.resume()
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def step(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.share * self.loss_fn(self.module(self.batch), self.targets)
+        loss.backward()
+        if self.pace is not None:
+            self.pace.resume()  # the end of backward waits for the last bucket: that is no compute
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def tensors(self) -> list[torch.Tensor]:
+        return _held(self.module, self.optimizer)
+
+
+class Zero(Ddp):
+    """The same with ZeroRedundancyOptimizer: each rank updates some parameters and sends them to all."""
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        contestant = self
+
+        class Paced(ZeroRedundancyOptimizer):
+            def _sync_params(self) -> None:
+                if contestant.pace is not None:
+                    contestant.pace.settle()
+                super()._sync_params()
+                if contestant.pace is not None:
+                    contestant.pace.resume()
+
+        return Paced(self.module.parameters(), torch.optim.AdamW, lr=RATE)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return _held(self.module, self.optimizer.optim)  # type: ignore[attr-defined]
+
+
+class Fsdp:
+    """``fully_shard`` of every layer and of the whole, equal batches."""
+
+    def __init__(self, built: BuiltModel, sizes: Sequence[int]) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        rank, start = dist.get_rank(), sum(sizes[: dist.get_rank()])
+        self.pace: Deadline | None = None
+        self.batch = built.example_inputs[start : start + sizes[rank]]
+        self.targets = built.example_targets[start : start + sizes[rank]]
+        assert built.loss_fn is not None
+        self.loss_fn = built.loss_fn
+        self.module = built.model
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in _blocks(built.model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self.module, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=RATE)
+
+    def step(self) -> float:
+        with _paced_calls(self.pace):
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self.loss_fn(self.module(self.batch), self.targets)
+            loss.backward()
+        self.optimizer.step()
+        return float(loss.detach()) / dist.get_world_size()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [t.to_local() if hasattr(t, "to_local") else t for t in _held(self.module, self.optimizer)]
+
+
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated layers, or the children of a plain sequence."""
+    layers = getattr(model, "layers", None)
+    if layers is None:
+        return [m for m in model.children() if any(True for _ in m.parameters())]
+    return list(getattr(layers, "layers", layers))
+
+
+class _PacedWork:
+    """A torch Work whose waiting is not compute."""
+
+    def __init__(self, work: Any, pace: Deadline) -> None:
+        self._work, self._pace = work, pace
+
+    def wait(self, *args: Any) -> Any:
+        self._pace.settle()
+        done = self._work.wait(*args)
+        self._pace.resume()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def _paced_calls(pace: Deadline | None) -> Iterator[None]:
+    """torch's collectives that FSDP calls tell the pace."""
+    names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+    before = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    if pace is None:
+        yield
+        return
+
+    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
+        def paced(*args: Any, **kwargs: Any) -> Any:
+            pace.settle()
+            work = call(*args, **kwargs)
+            pace.resume()
+            return None if work is None else _PacedWork(work, pace)
+
+        return paced
+
+    for name, call in before.items():
+        setattr(dist, name, wrapped(call))
+    try:
+        yield
+    finally:
+        for name, call in before.items():
+            setattr(dist, name, call)
+
+
+def _held(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    parameters = list(module.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return [*parameters, *gradients, *state]
+
+
+def enter(name: str, model: str, sizes: Sequence[int], equal: Sequence[int], plan: str, cluster: str) -> Contestant:
+    """A fresh contestant. Collective."""
+    built = build(model)
+    match name:
+        case "HAP":
+            return Hap(built, plan, cluster, ())
+        case "HAP, no passes":
+            return Hap(built, plan, cluster, ("bucket", "overlap"))
+        case "DDP":
+            return Ddp(built, equal)
+        case "DDP, by speed":
+            return Ddp(built, sizes)
+        case "ZeRO-1":
+            return Zero(built, equal)
+        case "FSDP2":
+            return Fsdp(built, equal)
+    raise ValueError(name)
+
+
+def race(
+    rank: int,
+    names: Sequence[str],
+    model: str,
+    sizes: Sequence[int],
+    equal: Sequence[int],
+    plan: str,
+    cluster: str,
+    rounds: int,
+) -> dict[str, Result]:
+    """Every contestant named, by name; they take turns, a block of steps each."""
+    torch.set_num_threads(1)
+    found, paces, losses = dict[str, Contestant](), dict[str, Deadline](), dict[str, float]()
+    for name in names:
+        found[name] = enter(name, model, sizes, equal, plan, cluster)
+        losses[name] = found[name].step()
+        for _ in range(WARM - 1):
+            found[name].step()
+        paces[name] = _record(found[name])
+    gc.disable()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            dist.barrier()
+            for counted in range(BLOCK + 1):
+                start = time.perf_counter()
+                with paces[name].step():
+                    found[name].step()
+                if counted:
+                    seconds[name].append(time.perf_counter() - start)
+        gc.collect()
+    return {
+        name: Result(
+            tuple(seconds[name]),
+            sum(paces[name].nominal_s or ()) * paces[name].slowdown,
+            paces[name].missed / max(1, paces[name].sections),
+            sum(t.numel() * t.itemsize for t in found[name].tensors()),
+            losses[name],
+        )
+        for name in names
+    }
+
+
+def _record(contestant: Contestant) -> Deadline:
+    """Its pace, held to the least CPU time of each section."""
+    pace = deadline()
+    contestant.pace = pace
+    for _ in range(RECORDED):
+        with pace.step():
+            contestant.step()
+    pace.hold()
+    return pace

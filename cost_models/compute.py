@@ -142,7 +142,8 @@ def split_work(work: Work, strategy: Strategy) -> Parts:
 
 def parts_seconds(parts: Parts, share: float, device: Device, model: ComputeModel = DEFAULT_MODEL) -> float:
     """Seconds on ``device`` for a rank that holds ``share`` in [0, 1] of the group: as measured, if it was."""
-    if parts.op_class == "view" or (share == 0 and parts.idle_when_empty):
+    idle = share == 0 and parts.idle_when_empty
+    if idle or (parts.op_class == "view" and not isinstance(device, MeasuredDevice)):
         return 0.0
     if isinstance(device, MeasuredDevice):
         work = (parts.fixed_flops + share * parts.shared_flops, parts.fixed_bytes + share * parts.shared_bytes)
@@ -163,7 +164,7 @@ def parts_coefficients(
     true seconds, since the maximum of two lines lies above each; except at a share of zero, where an idle rank costs
     nothing and the line still has its launch. Of a measured device it is the chord around ``at_share``.
     """
-    if parts.op_class == "view":
+    if parts.op_class == "view" and not isinstance(device, MeasuredDevice):
         return 0.0, 0.0
     if isinstance(device, MeasuredDevice):
         low, high = max(1e-3, at_share - 0.05), min(1.0, at_share + 0.05)
@@ -230,11 +231,11 @@ class ComputeTable:
 
     def seconds(self, parts: Parts, shares: Array) -> Array:
         """Seconds of every rank, given every rank's share of ``parts.group`` (ones if it has none)."""
-        if parts.op_class == "view":
-            return np.zeros(len(self.devices))
         if any(isinstance(d, MeasuredDevice) for d in self.devices):
             pairs = zip(shares.tolist(), self.devices, strict=True)
             return np.array([parts_seconds(parts, share, device, self.model) for share, device in pairs])
+        if parts.op_class == "view":
+            return np.zeros(len(self.devices))
         flops_per_s, bytes_per_s = self.rates(parts.op_class, parts.dtype)
         arithmetic = (parts.fixed_flops + shares * parts.shared_flops) / flops_per_s
         traffic = (parts.fixed_bytes + shares * parts.shared_bytes) / bytes_per_s

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hap.cost_models.profile import CallCurve, CollectiveProfile, CopyFit, Fit, base_name, between
+from hap.cost_models.profile import CallCurve, CollectiveProfile, CopyFit, Fit, UpdateFit, base_name, between
 from hap.fabric import Array
 from hap.plan import Collective
 
@@ -159,6 +159,26 @@ def pool(by_rank: Sequence[Sequence[Timing]], *, least: bool) -> tuple[list[Timi
 
 def _described(t: Timing) -> tuple[str, str, str, str, float, float, float]:
     return t.call, t.op, t.op_class, t.dtype, t.share, t.flops, t.nbytes
+
+
+def fit_steps(*, calls: Sequence[float], nodes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
+    """(in_step, node_s) of ``seconds = in_step * calls + nodes * node_s`` over whole graphs; (1, 0) without any."""
+    if not seconds:
+        return 1.0, 0.0
+    columns = np.stack([np.array(calls), np.array(nodes, dtype=np.float64)], axis=1)
+    in_step, node_s = non_negative(columns, np.array(seconds)).tolist()
+    if in_step >= 1:
+        return in_step, node_s
+    beyond = [max(0.0, s - c) / n for s, c, n in zip(seconds, calls, nodes, strict=True)]
+    return 1.0, statistics.median(beyond)
+
+
+def fit_update(*, parameters: Sequence[int], nbytes: Sequence[int], seconds: Sequence[float]) -> UpdateFit:
+    """Over whole models, and a parameter of next to no bytes."""
+    columns, measured = np.array([parameters, nbytes], dtype=np.float64).T, np.maximum(seconds, 1e-9)
+    each, per_byte = non_negative(columns, measured).tolist()
+    errors = np.abs(columns @ np.array([each, per_byte]) / measured - 1)
+    return UpdateFit(parameter_s=each, s_per_byte=per_byte, residual=float(np.median(errors)), samples=len(seconds))
 
 
 def fit_copies(timings: Sequence[CopyTiming]) -> dict[str, CopyFit]:

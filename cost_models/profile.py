@@ -91,20 +91,30 @@ class CopyFit(_Frozen):
     samples: int
 
 
+class UpdateFit(_Frozen):
+    """An optimizer's update: ``parameter_s`` for each parameter of which the rank holds any, with what a step takes for
+    having it, and ``s_per_byte`` of what it holds. ``residual``: the median relative error over whole models."""
+
+    parameter_s: float
+    s_per_byte: float
+    residual: float
+    samples: int
+
+
 class DeviceKind(_Frozen):
     """Devices that the cluster file describes alike. ``fits`` by ``op/dtype`` and ``class/dtype``; ``copies`` by
-    ``collective/decomposition``; ``updates`` by optimizer, per parameter, of the bytes that the rank holds of it, with
-    what a step takes for having the parameter; ``step_s`` what a step takes beside its calls; ``in_step`` by how much
-    calls take longer in a step than alone."""
+    ``collective/decomposition``; ``updates`` by optimizer. ``step_s``: what a step takes beside its calls; ``in_step``:
+    by how much calls take longer in a step than alone; ``node_s``: what each takes beside that, views included."""
 
     name: str
     memory_bytes: int | None = None
     calls: dict[str, CallCurve]
     fits: dict[str, Fit]
-    updates: dict[str, Fit]
+    updates: dict[str, UpdateFit]
     copies: dict[str, CopyFit]
     step_s: float = 0.0
     in_step: float = 1.0
+    node_s: float = 0.0
 
 
 class RankProfile(_Frozen):
@@ -213,23 +223,26 @@ class MeasuredDevice(Device):
         self, call: str, op: str, op_class: str, dtype: str, share: float, work: tuple[float, float]
     ) -> float:
         """Seconds of a call at a share of its group; ``work`` is (FLOPs, bytes) at that share, for the fits."""
+        if op_class == "view":
+            return self.kind.node_s * self.factor
         curve = self.kind.calls.get(call)
         if curve is not None:
-            return curve.at(share) * self.factor * self.kind.in_step
+            return (curve.at(share) * self.kind.in_step + self.kind.node_s) * self.factor
         fit = self.kind.fits.get(f"{op}/{dtype}") or self.kind.fits.get(f"{op_class}/{dtype}")
         if fit is None:
             raise ProfileError(
                 f"the profile of {self.name} has no {op_class} in {dtype} (asked for {op}); "
                 "profile again with the model: hap profile --model FILE.py:FUNCTION"
             )
-        return fit.seconds(*work) * self.factor * self.kind.in_step
+        return (fit.seconds(*work) * self.kind.in_step + self.kind.node_s) * self.factor
 
     def update_seconds(self, optimizer: str, own_bytes: float) -> float:
         """Seconds of the optimizer's update of one parameter of which the device holds ``own_bytes``."""
         if optimizer not in self.kind.updates:
             known = ", ".join(self.kind.updates)
             raise ProfileError(f"the profile has no update of optimizer {optimizer!r} (only {known})")
-        return self.kind.updates[optimizer].seconds(0.0, own_bytes) * self.factor
+        fit = self.kind.updates[optimizer]
+        return (fit.parameter_s + fit.s_per_byte * own_bytes) * self.factor
 
 
 class CalibratedCluster(ClusterSpec):
@@ -293,7 +306,8 @@ class CalibratedCluster(ClusterSpec):
             fit = self.profile.kinds[rank.kind].copies.get(name)
             if fit is None:
                 raise ProfileError(f"the profile has no {kind} by {decomposition}; profile again")
-            rows.append([rank.factor * x for x in (fit.launch_s, fit.s_per_whole, fit.s_per_local)])
+            factor = rank.factor * self.profile.kinds[rank.kind].in_step
+            rows.append([factor * x for x in (fit.launch_s, fit.s_per_whole, fit.s_per_local)])
         launch, whole, local = np.array(rows).T
         return launch, whole, local
 

@@ -72,8 +72,8 @@ def sequence(
     costs: Sequence[ConversionCost],
     model: ComputeModel,
 ) -> Iterator[Local | ConversionCost]:
-    """The step without its update; views, which take no time, are left out. What was measured of a step beside its
-    calls comes first."""
+    """The step without its update; what takes no time, as views do by default, is left out. What was measured of a step
+    beside its calls comes first."""
     table = ComputeTable(cluster.devices, model)
     rho = {group: np.array(s, dtype=np.float64) / sum(s) for group, s in sizes.items()}
     ones = np.ones(cluster.world_size)
@@ -94,8 +94,8 @@ def sequence(
         yield from convert(node.name)
         if not node.is_source:
             parts = split_work(node_work(graph, node), strategies[node.name])
-            if parts.op_class != "view":
-                seconds = table.seconds(parts, ones if parts.group is None else rho[parts.group])
+            seconds = table.seconds(parts, ones if parts.group is None else rho[parts.group])
+            if seconds.any():
                 yield Local(node.name, node.phase, seconds)
         yield from convert(f"after {node.name}")
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.fit import (
@@ -28,22 +29,21 @@ from hap.cost_models.fit import (
     call_curves,
     fit_collectives,
     fit_copies,
-    fit_seconds,
+    fit_steps,
     fit_timings,
+    fit_update,
     pool,
 )
-from hap.cost_models.profile import DeviceKind, Fit, LinkProfile, Profile, ProfileError, RankProfile
+from hap.cost_models.profile import DeviceKind, LinkProfile, Profile, ProfileError, RankProfile, UpdateFit
 from hap.graph import Graph
 from hap.plan import Strategy
 from hap.runtime.collectives import Communicator
 from hap.runtime.profile_ops import Clock, time_calls
-from hap.runtime.profile_step import calls_seconds, graph_seconds, overheads
+from hap.runtime.profile_step import GraphTiming, overheads, time_graph
 from hap.runtime.profile_wire import measure_collectives, measure_links
 
 TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
 SAME_KIND = 0.1  # a rank whose calls take this much more or less than its kind's has a factor of its own
-UPDATE_ELEMENTS = (1 << 6, 1 << 12, 1 << 15, 1 << 18)
-UPDATE_PARAMETERS = 4
 
 Candidates = Mapping[str, Sequence[Strategy]]
 
@@ -65,14 +65,16 @@ def measure(
     started = time.perf_counter()
     clock = Clock(comm.device, slowdown)
     timings = [t for graph, candidates in graphs for t in time_calls(graph, candidates, clock)]
-    updates = {name: _updates(name, clock) for name in optimizers}
-    around = {name: overheads(clock, functools.partial(make_optimizer, name)) for name in optimizers}
-    in_step = [_in_step(graph, timings, clock) for graph, _ in graphs]
+    makers = {name: functools.partial(make_optimizer, name) for name in optimizers}
+    around = {name: overheads(clock, make) for name, make in makers.items()}
+    calls = {t.call: t.seconds for t in timings if t.share == 1.0}
+    together = dist.barrier if comm.world_size > 1 else _alone
+    steps = [time_graph(graph, calls, clock, makers, together) for graph, _ in graphs]
     memory = torch.cuda.get_device_properties(comm.device).total_memory if comm.device.type == "cuda" else None
     links = measure_links(comm.device) if comm.world_size > 1 else ()
     bare = _profile(
         cluster,
-        [_Rank(timings, updates, around, in_step, [], memory)] * cluster.world_size,
+        [_Rank(timings, around, steps, [], memory)] * cluster.world_size,
         links,
         (),
         (),
@@ -80,7 +82,7 @@ def measure(
         0.0,
     )
     wire, copies = measure_collectives(bare.calibrate(cluster), comm, slowdown)
-    everyone = comm.gather_objects(_Rank(timings, updates, around, in_step, list(copies), memory))
+    everyone = comm.gather_objects(_Rank(timings, around, steps, list(copies), memory))
     found = _profile(cluster, everyone, links, wire, conditions, slowdown, time.perf_counter() - started)
     text = comm.from_rank_zero(found.model_dump_json())
     profile = Profile.model_validate_json(text)
@@ -90,32 +92,17 @@ def measure(
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank found: calls; (bytes, seconds) of updates; (per step, per parameter) seconds by optimizer; whole
-    graphs over their calls; copies."""
+    """What one rank found: calls; (per step, per parameter) seconds by optimizer; whole graphs; copies."""
 
     timings: list[Timing]
-    updates: dict[str, list[tuple[float, float]]]
     around: dict[str, tuple[float, float]]
-    in_step: list[float]
+    steps: list[GraphTiming]
     copies: list[CopyTiming]
     memory_bytes: int | None
 
 
-def _in_step(graph: Graph, timings: Sequence[Timing], clock: Clock) -> float:
-    return graph_seconds(graph, clock) / calls_seconds(graph, {t.call: t.seconds for t in timings if t.share == 1.0})
-
-
-def _updates(optimizer: str, clock: Clock) -> list[tuple[float, float]]:
-    """(bytes, seconds) of one parameter's update, by size."""
-    found = []
-    for elements in UPDATE_ELEMENTS:
-        parameters = [torch.nn.Parameter(torch.randn(elements, device=clock.device)) for _ in range(UPDATE_PARAMETERS)]
-        for p in parameters:
-            p.grad = torch.randn_like(p)
-        stepping = make_optimizer(optimizer, parameters)
-        seconds, _ = clock.seconds(stepping.step)
-        found.append((4.0 * elements, seconds / UPDATE_PARAMETERS))
-    return found
+def _alone() -> None:
+    """A single rank waits for nobody."""
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
@@ -171,24 +158,36 @@ def _profile(
 
 def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank], emulated: bool) -> DeviceKind:
     choose = min if emulated else statistics.median
-    updates: dict[str, Fit] = {}
-    for optimizer in members[0].updates:
-        points = list(zip(*(m.updates[optimizer] for m in members), strict=True))
-        seconds = [float(choose(s for _, s in same)) for same in points]
-        sizes = [same[0][0] for same in points]
-        fit = fit_seconds([0.0] * len(sizes), sizes, seconds)
-        each = choose(m.around[optimizer][1] for m in members)
-        updates[optimizer] = fit.model_copy(update={"launch_s": each})
-    per_graph = [choose(same) for same in zip(*(m.in_step for m in members), strict=True)]
+    in_step, node_s = fit_steps(
+        calls=[choose(s.calls_s for s in same) for same in _alike(members)],
+        nodes=[same[0].nodes for same in _alike(members)],
+        seconds=[choose(s.seconds for s in same) for same in _alike(members)],
+    )
     return DeviceKind(
         name=name,
         memory_bytes=members[0].memory_bytes,
         calls=call_curves(pooled),
         fits=fit_timings(pooled),
-        updates=updates,
+        updates={optimizer: _update(optimizer, members, choose) for optimizer in members[0].around},
         copies=fit_copies([t for m in members for t in m.copies]),
         step_s=float(choose(step_s for m in members for step_s, _ in m.around.values())),
-        in_step=max(1.0, statistics.median(per_graph)),
+        in_step=in_step,
+        node_s=node_s,
+    )
+
+
+def _alike(members: Sequence[_Rank]) -> list[tuple[GraphTiming, ...]]:
+    """The same graph's timings on every member, graph by graph."""
+    return list(zip(*(m.steps for m in members), strict=True))
+
+
+def _update(optimizer: str, members: Sequence[_Rank], choose: Callable[[Iterable[float]], float]) -> UpdateFit:
+    each = choose([m.around[optimizer][1] for m in members])
+    graphs = _alike(members)
+    return fit_update(
+        parameters=[1, *(same[0].parameters for same in graphs)],
+        nbytes=[0, *(same[0].nbytes for same in graphs)],
+        seconds=[each, *(choose([s.updates[optimizer] for s in same]) for same in graphs)],
     )
 
 

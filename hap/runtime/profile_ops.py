@@ -48,12 +48,16 @@ class Clock:
         call()
         samples: list[float] = []
         while len(samples) < repeats and (len(samples) < 3 or sum(samples) < ENOUGH_S):
-            samples.append(self._once(call))
+            samples.append(self.once(call))
         middle = statistics.median(samples)
         spread = statistics.median(abs(s - middle) for s in samples) / max(middle, 1e-9)
-        return (min(samples) * self.slowdown if self.slowdown is not None else middle), spread
+        return self.of(samples), spread
 
-    def _once(self, call: Callable[[], object]) -> float:
+    def of(self, samples: Sequence[float]) -> float:
+        """The seconds that samples of ``once`` stand for."""
+        return statistics.median(samples) if self.slowdown is None else min(samples) * self.slowdown
+
+    def once(self, call: Callable[[], object]) -> float:
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

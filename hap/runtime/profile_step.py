@@ -4,13 +4,18 @@
 
     overhead = step_s + parameters * per_parameter_s
 
-*In a step* a call is slower than when it is repeated alone, since others have used the caches meanwhile: the seconds
-of a whole graph, run as one device runs it, over the sum of its calls, is the kind's ``in_step`` factor.
+*In a step* a call is slower than when it is repeated alone, since others have used the caches meanwhile, and a view,
+which does nothing, is still a call. Whole graphs are run as one device runs them, all ranks at once as in a real step,
+and fitted over the graphs (and the tiny programs):
+
+    forward and backward = in_step * (sum of the calls) + nodes * node_s
+    update               = parameters * per_parameter_s + bytes * s_per_byte
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,6 +23,7 @@ from torch import nn
 import hap
 from hap.capture import capture
 from hap.codegen.lowering import lower
+from hap.codegen.program import Program, Source
 from hap.conversion import find_needs
 from hap.cost_models.compute import split_work
 from hap.cost_models.work import node_work
@@ -76,23 +82,67 @@ def calls_seconds(graph: Graph, seconds: Mapping[str, float]) -> float:
     return total
 
 
-def graph_seconds(graph: Graph, clock: Clock) -> float:
-    """Seconds of forward and backward of the whole graph on this device, on random tensors."""
+@dataclass(frozen=True)
+class GraphTiming:
+    """A whole graph on one device: seconds of forward and backward, of each optimizer's update; what it consists of."""
+
+    seconds: float
+    calls_s: float
+    nodes: int
+    parameters: int
+    nbytes: int
+    updates: dict[str, float]
+
+
+def time_graph(
+    graph: Graph,
+    calls: Mapping[str, float],
+    clock: Clock,
+    optimizers: Mapping[str, MakeOptimizer],
+    together: Callable[[], object],
+) -> GraphTiming:
+    """Run steps on random tensors; ``calls`` are seconds by call, ``together`` lets all ranks begin at once."""
     program = lower(graph, one_device_plan(graph))
     step = Step(program, Communicator(None, clock.device))
-    nodes = {n.target: n for n in graph.nodes if n.is_source}
-    sources = {}
-    for source in program.forward_sources:
-        meta = nodes[source.target].meta
-        order = Layout(tuple(range(len(meta.shape))))
-        made = order.make(meta.shape, meta.dtype, clock.device)
-        sources[source.name] = program.constants.get(source.target, made).to(clock.device)
+    sources = {s.name: _random_source(graph, program, s, clock.device) for s in program.forward_sources}
+    parameters = {
+        s.target: torch.nn.Parameter(sources[s.name])
+        for s in program.sources_of("parameter")
+        if s.target in program.gradients
+    }
+    samples: list[float] = []
+    updates: dict[str, float] = {}
+    for name, make in optimizers.items():
+        optimizer, updating = make(list(parameters.values())), []
 
-    def run() -> None:
-        loss, _, saved = step.forward(sources)
-        step.backward(saved, torch.ones_like(loss))
+        def run() -> None:
+            loss, _, saved = step.forward(sources)
+            for target, gradient in step.backward(saved, torch.ones_like(loss)).items():
+                parameters[target].grad = gradient
 
-    return clock.seconds(run, repeats=STEPS)[0]
+        for _ in range(STEPS):
+            optimizer.zero_grad(set_to_none=True)
+            together()
+            samples.append(clock.once(run))
+            together()
+            updating.append(clock.once(optimizer.step))
+        updates[name] = clock.of(updating[1:])
+    held = list(parameters.values())
+    return GraphTiming(
+        seconds=clock.of(samples[1:]),
+        calls_s=calls_seconds(graph, calls),
+        nodes=sum(not n.is_source for n in graph.nodes),
+        parameters=len(held),
+        nbytes=sum(p.numel() * p.itemsize for p in held),
+        updates=updates,
+    )
+
+
+def _random_source(graph: Graph, program: Program, source: Source, device: torch.device) -> torch.Tensor:
+    if source.kind == "constant":
+        return program.constants[source.target].to(device)
+    meta = graph.by_name[program.held[source.name].value.node].meta
+    return Layout(tuple(range(len(meta.shape)))).make(meta.shape, meta.dtype, device)
 
 
 class _Chain(nn.Module):

@@ -28,8 +28,10 @@ from hap.runtime.collectives import Communicator
 ATOMS = 16  # of the measured values, per side
 VALUE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21)
 LINK_BYTES = (1 << 18, 1 << 20)  # at least 16 times a shaper's burst: smaller messages pass faster than the rate
-REPEATS = 5
-SETTLE_S = 2e-3  # after a barrier: the processes that it woke are asleep again, as in a step, where ranks come from work
+REPEATS = 4
+LARGE_BYTES = 1 << 18  # smaller values are measured twice as often: one tick of the scheduler is as long as they are
+SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
+LATER_S = 1e-3  # each rank arrives so much later than the one before, in turns: in a step, too, most wait for the last
 LINK_REPEATS = 3
 
 
@@ -136,7 +138,7 @@ def _link(source: int, target: int, seconds: dict[int, list[float]]) -> LinkProf
 
 
 def measure_collectives(
-    cluster: ClusterSpec, comm: Communicator, slowdown: float | None, *, repeats: int = REPEATS
+    cluster: ClusterSpec, comm: Communicator, slowdown: float | None
 ) -> tuple[tuple[WireTiming, ...], tuple[CopyTiming, ...]]:
     """(the wire's timings, the same on every rank; this rank's copies). ``cluster`` gives the formula's seconds: one
     whose links are already measured."""
@@ -146,7 +148,8 @@ def measure_collectives(
     copies: list[CopyTiming] = []
     try:
         for case in _cases(cluster):
-            ends = [_once(case, comm, recorder) for _ in range(repeats + 1)][1:]
+            repeats = REPEATS if case.nbytes >= LARGE_BYTES else 2 * REPEATS
+            ends = [_once(case, comm, recorder, turn) for turn in range(repeats + 1)][1:]
             copies.append(case.copied(comm.rank, statistics.median(e.copying_s for e in ends)))
             if case.kind != "slice":
                 everyone = comm.gather_objects([(e.entered, e.left) for e in ends])
@@ -205,10 +208,10 @@ class Case(NamedTuple):
         return WireTiming(self.kind, self.decomposition, self.nbytes, formula, middle, spread)
 
 
-def _once(case: Case, comm: Communicator, recorder: Recorder) -> Ends:
+def _once(case: Case, comm: Communicator, recorder: Recorder, turn: int) -> Ends:
     run = case.call(comm)
     dist.barrier()
-    time.sleep(SETTLE_S)
+    time.sleep(SETTLE_S + LATER_S * ((comm.rank + turn) % comm.world_size))
     recorder.begin()
     run()
     return recorder.end()

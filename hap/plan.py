@@ -218,6 +218,8 @@ class Plan(_Frozen):
 def verify_plan(plan: Plan, origin: str = "plan") -> None:
     """Raise PlanError unless sizes sum exactly, every placement parses and names a group of the right length, and what
     is told per rank is told of every rank."""
+    from hap.conversion import collective_kind  # which itself needs this module
+
     try:
         for group in plan.groups.values():
             verify_sizes(group.sizes, group.n, plan.world_size)
@@ -236,6 +238,8 @@ def verify_plan(plan: Plan, origin: str = "plan") -> None:
                 if str(placement) != text:
                     raise ValueError(f"{c.value}: {text!r} is not written as {placement}")
                 _check_group(placement, lengths, c.value)
+            if collective_kind(parse_placement(c.source), parse_placement(c.target)) != c.collective:
+                raise ValueError(f"{c.value}: {c.collective} does not turn {c.source} into {c.target}")
         _verify_lengths(plan)
     except (ValueError, AssertionError) as e:
         raise PlanError(f"{origin}: {e}") from None

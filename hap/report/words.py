@@ -50,6 +50,8 @@ def starred(label: str) -> str:
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
     """Columns padded to their widest cell, two blanks apart; those in ``right`` are flush right."""
+    if not rows:
+        return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,0 +1,154 @@
+"""The pytest plug-in and ``hap check``: golden plans are written on demand, and guard step and memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hap import cli
+from hap.errors import HapError
+from hap.guard import check_folder, judge
+from hap.plan import Plan
+from hap.testing import HapPlan
+from tests.test_language import small_plan
+
+CLUSTER = Path(__file__).with_name("unequal.yaml")
+MODEL = """
+import torch
+
+def build(width=24):
+    model = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+    return {"model": model, "example_inputs": (torch.zeros(32, 6),), "loss_fn": lambda out: out.square().mean()}
+"""
+CHECK = "tiny.plan.json: {model: 'tiny.py:build', cluster: cluster.yaml, effort: quick}\n"
+
+
+def tiny(width: int) -> dict[str, object]:
+    model = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
+    return {"model": model, "example_inputs": (torch.zeros(32, 6),), "loss_fn": lambda out: out.square().mean()}
+
+
+def check(fixture: HapPlan, width: int = 24, **limits: object) -> Plan:
+    return fixture.check(cluster=CLUSTER, effort="quick", **tiny(width), **limits)  # type: ignore[arg-type]
+
+
+def test_missing_then_written_then_guarded(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"no golden plan .*tiny\.plan\.json; run pytest --hap-update"):
+        check(HapPlan(tmp_path / "plans", "tiny", update=False))
+    written = check(HapPlan(tmp_path / "plans", "tiny", update=True))
+    assert Plan.load(tmp_path / "plans" / "tiny.plan.json") == written
+    assert check(HapPlan(tmp_path / "plans", "tiny", update=False)) == written
+
+
+def test_a_wider_model_fails_in_the_words_of_diff(tmp_path: Path) -> None:
+    check(HapPlan(tmp_path, "tiny", update=True))
+    with pytest.raises(pytest.fail.Exception) as failure:
+        check(HapPlan(tmp_path, "tiny", update=False), width=48)
+    said = str(failure.value)
+    assert "tiny.plan.json: WORSE" in said and "the step grew by" in said and "(at most 2.0% allowed)" in said
+    assert "another model: Sequential" in said and "predicted step" in said and "pytest --hap-update" in said
+
+
+def test_a_better_one_passes(tmp_path: Path) -> None:
+    check(HapPlan(tmp_path, "tiny", update=True), width=48)
+    check(HapPlan(tmp_path, "tiny", update=False), width=24)
+
+
+def test_two_checks_in_one_test_need_names(tmp_path: Path) -> None:
+    fixture = HapPlan(tmp_path, "tiny", update=True)
+    check(fixture)
+    check(fixture, name="again")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny-again.plan.json", "tiny.plan.json"]
+    with pytest.raises(AssertionError, match="give the second check a name"):
+        check(fixture)
+
+
+def test_the_option_and_the_fixture_come_with_the_package(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import torch\n"
+        "def test_it(hap_plan):\n"
+        "    model = torch.nn.Linear(4, 1)\n"
+        f"    hap_plan.check(model, {str(CLUSTER)!r}, (torch.zeros(8, 4),), loss_fn=lambda y: y.mean(), effort='quick')\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    first = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert first.returncode == 1 and "run pytest --hap-update and commit it" in first.stdout
+    assert "Traceback" not in first.stdout
+    assert subprocess.run([*command, "--hap-update"], capture_output=True, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "plans" / "test_it.plan.json").is_file()
+
+
+def changed(step_s: float = 2.0, memory: tuple[int, ...] = (1, 1, 1), cluster: str = "f") -> Plan:
+    plan = small_plan()
+    predicted = plan.predicted.model_copy(update={"step_s": step_s, "memory_bytes": memory})
+    made = plan.provenance.model_copy(update={"cluster_fingerprint": cluster})
+    return plan.model_copy(update={"predicted": predicted, "provenance": made})
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (changed(), None),
+        (changed(step_s=2.04), None),
+        (changed(step_s=2.05), "the step grew by 2.5%, from 2 s to 2.05 s (at most 2.0% allowed)"),
+        (changed(step_s=1.0), None),
+        (changed(memory=(1, 2, 1)), "memory of b grew by 100.0%, from 1 B to 2 B (at most 0.0% allowed)"),
+        (changed(cluster="g"), "the golden plan is for cluster 'c' (f), this is 'c' (g); update it"),
+    ],
+)
+def test_the_limits(found: Plan, reason: str | None) -> None:
+    result = judge("x", small_plan(), found, max_step_regression=0.02, max_memory_regression=0.0)
+    assert result.reasons == (() if reason is None else (reason,))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tiny.py").write_text(MODEL)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER.read_text())
+    (tmp_path / "check.yaml").write_text(CHECK)
+    return tmp_path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(list(arguments))
+    return int(exit_.value.code or 0)
+
+
+def test_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", str(folder)) == 1
+    assert "there is no golden plan" in capsys.readouterr().out
+    assert run("check", str(folder), "--update") == 0
+    assert capsys.readouterr().out == "tiny.plan.json: written\n"
+    assert run("check", str(folder)) == 0
+    assert capsys.readouterr().out == "tiny.plan.json: ok\n"
+    (folder / "tiny.py").write_text(MODEL.replace("width=24", "width=48"))
+    assert run("check", str(folder), "--json") == 1
+    (result,) = json.loads(capsys.readouterr().out)
+    assert not result["ok"] and result["reasons"][0].startswith("the step grew by")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "expected X.plan.json"),
+        ("{", "cannot read"),
+        ("x.json: {cluster: c}", "no name such as gpt2.plan.json"),
+        ("x.plan.json: {cluster: c, speed: 1}", "speed: Extra inputs"),
+        ("x.plan.json: {cluster: c}", "name one of model and hf"),
+        ("x.plan.json: {model: 'm.py:f', cluster: c, max_step_regression: -1}", "max_step_regression"),
+    ],
+)
+def test_what_check_yaml_may_not_say(folder: Path, text: str, says: str) -> None:
+    (folder / "check.yaml").write_text(text)
+    with pytest.raises(HapError, match=says):
+        check_folder(folder, update=False)
+
+
+def test_a_plan_that_nobody_guards(folder: Path) -> None:
+    (folder / "other.plan.json").write_text("{}")
+    with pytest.raises(HapError, match=r"other\.plan\.json is in the folder and not named"):
+        check_folder(folder, update=False)

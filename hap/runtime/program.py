@@ -21,7 +21,7 @@ from torch.utils.data import default_collate
 
 from hap.capture.dropout import SEED
 from hap.capture.inputs import StepInputs
-from hap.codegen.program import Program
+from hap.codegen.program import Call, Program
 from hap.codegen.source import to_python
 from hap.errors import ProgramError
 from hap.plan import Plan
@@ -69,6 +69,10 @@ class HapProgram(nn.Module):
         self._seed_name = next((s.name for s in program.sources_of("input") if s.target == SEED), None)
         self.dropout_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
         self._undropped: Step | None = None
+        self._captured_training = model.training
+        self._takes_batch_statistics = any(
+            isinstance(i, Call) and i.op == "hap.batch_norm_squares.default" for i in program.forward
+        )
         self.train(model.training)
 
     @property
@@ -91,7 +95,15 @@ class HapProgram(nn.Module):
         return {self._seed_name: found}
 
     def _mode_step(self) -> Step:
-        """The step of the current mode: in evaluation nothing is dropped out."""
+        """The step of the current mode: in evaluation nothing is dropped out. ProgramError where capture cannot know
+        what the other mode computes."""
+        if self.training and not self._captured_training:
+            raise ProgramError("compiled from a model in evaluation: call model.train() before hap.compile to train")
+        if not self.training and self._takes_batch_statistics:
+            raise ProgramError(
+                "compiled in training, where batch norm uses the batch's statistics: to evaluate, compile model.eval() "
+                "and give it this program's state_dict()"
+            )
         if self.training or self._seed_name is None:
             return self._step
         if self._undropped is None:
@@ -108,7 +120,8 @@ class HapProgram(nn.Module):
         Arguments are those of the model's forward; ``targets`` those of the loss function. Under ``torch.no_grad()``
         nothing is kept for a backward. Dropout draws from ``dropout_seed``, alike on every rank, which rises by one at
         each call in training (set it to resume a run), and is left out after ``eval()``. ProgramError: a tensor that is
-        not this rank's share, or parameters that were never given values.
+        not this rank's share, parameters that were never given values, or a mode that was not captured: ``train()``
+        of a model compiled in evaluation, ``eval()`` of batch norms compiled in training.
         """
         if self._uninitialised:
             raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): load_state_dict first")

@@ -130,15 +130,25 @@ def test_clipping_returns_torchs_norm(norm_type: float) -> None:
     same(gradients(program), gradients(model))
 
 
-def test_batch_norm_statistics_are_written_back_when_training_only() -> None:
+def test_batch_norm_statistics_are_written_back() -> None:
     model, program = tower(), compiled(tower())
     program(**batch())
     model(**batch())
     same(dict(program.named_buffers()), dict(model.named_buffers()))
-    before = program.get_buffer("norm.running_mean").clone()
-    with torch.no_grad():
+
+
+def test_a_mode_that_was_not_captured_is_refused_and_evaluation_compiles_by_itself() -> None:
+    model, program = tower(), compiled(tower())
+    program(**batch())
+    model(**batch())
+    with pytest.raises(ProgramError, match="compiled in training, where batch norm uses the batch's statistics"):
         program.eval()(**batch(1))
-    assert torch.equal(program.get_buffer("norm.running_mean"), before)
+    evaluation = compiled(tower().eval())
+    evaluation.load_state_dict(program.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(evaluation(**batch(1)), model.eval()(**batch(1)))
+    with pytest.raises(ProgramError, match=r"call model.train\(\) before hap.compile"):
+        evaluation.train()(**batch(1))
 
 
 def test_without_grad_the_loss_is_the_same_and_nothing_is_kept() -> None:

@@ -37,7 +37,7 @@ def calibrate(rank: int, name: str, models: Sequence[str]) -> str:
     comm = Communicator(dist.group.WORLD)
     graphs = []
     for model in models:
-        graph = _capture(find(model))
+        graph = capture_built(find(model))
         graphs.append((graph, choices(graph).strategies))
     said = ("testbed, deadline mode: compute is CPU time x slow-down",)
     return measure(
@@ -45,7 +45,7 @@ def calibrate(rank: int, name: str, models: Sequence[str]) -> str:
     ).model_dump_json()
 
 
-def _capture(built: BuiltModel) -> hap.graph.Graph:
+def capture_built(built: BuiltModel) -> hap.graph.Graph:
     return capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hap.codegen.passes.windows import Window, find_windows, rearranged
+from hap.codegen.passes.windows import find_windows, rearranged
 from hap.codegen.program import Convert, Instruction, Program, Together
 
 LIMIT_BYTES = 1 << 20
@@ -67,13 +67,14 @@ def _collect(program: Program, part: Sequence[Instruction], limit_bytes: int) ->
         if not isinstance(convert, Convert):
             continue
         nbytes = program.held[convert.input].meta.nbytes
-        key = _key(program, convert, window)
+        key = _key(program, convert)
         bundle = open_.get(key)
         if bundle is not None and bundle.nbytes + nbytes <= limit_bytes:
             ready, due = max(bundle.ready, window.ready), min(bundle.due, window.due)
             if ready <= due:
                 bundle.members.append((window.position, convert, nbytes))
                 bundle.ready, bundle.due = ready, due
+                bundle.is_result = bundle.is_result and window.is_result
                 continue
         bundle = _Bundle([(window.position, convert, nbytes)], window.ready, window.due, window.is_result)
         if nbytes <= limit_bytes:
@@ -82,7 +83,7 @@ def _collect(program: Program, part: Sequence[Instruction], limit_bytes: int) ->
     return found
 
 
-def _key(program: Program, convert: Convert, window: Window) -> tuple[object, ...]:
-    """What members of one bundle share. Results and others are kept apart: those wait for nobody."""
+def _key(program: Program, convert: Convert) -> tuple[object, ...]:
+    """What members of one bundle share."""
     sums = convert.kind in ("all_reduce", "reduce_scatter")
-    return (convert.kind, window.is_result, program.held[convert.input].meta.dtype if sums else None)
+    return (convert.kind, program.held[convert.input].meta.dtype if sums else None)

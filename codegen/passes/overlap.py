@@ -2,7 +2,8 @@
 
 Their order among each other is that in which they begin, written in the program and so the same on every rank. What
 could begin at once, a parameter to be gathered, begins when the one ``ahead`` places before it has been waited for:
-otherwise all gathered parameters would be held together. A collective with nothing to do meanwhile stays as it is.
+otherwise all gathered parameters would be held together. A collective with nothing to do meanwhile, be it another
+collective, stays as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def _overlap(part: Sequence[Instruction], ahead: int, taken: set[str], letter: s
     starts: dict[int, list[Instruction]] = {}
     waits: dict[int, list[Instruction]] = {}
     for number, (window, begin) in enumerate(_begins(part, ahead)):
-        if not hides(part[begin : window.due]):
+        meanwhile = part[begin : window.due]
+        others = any(work_of(i) is not None for i in meanwhile if i is not part[window.position])
+        if not hides(meanwhile) and not others:
             continue
         work = work_of(part[window.position])
         assert work is not None
@@ -39,7 +42,7 @@ def _overlap(part: Sequence[Instruction], ahead: int, taken: set[str], letter: s
         assert handle not in taken, f"{handle} is taken"
         removed.append(window.position)
         starts.setdefault(begin, []).append(Start(handle, work))
-        module = work.module if window.is_result else part[window.due].module
+        module = part[window.due].module if window.due < len(part) else work.module
         waits.setdefault(window.due, []).append(Wait(handle, work, module))
     places = sorted({*starts, *waits})
     return rearranged(part, removed, {at: [*waits.get(at, ()), *starts.get(at, ())] for at in places})

@@ -11,7 +11,7 @@ from hap.codegen.program import Call, Convert, Instruction, Together
 @dataclass(frozen=True)
 class Window:
     """The collective at ``position`` may stand before any instruction from number ``ready`` to number ``due`` (of the
-    part as it is; the part's length: at its end). ``is_result``: nobody in the part reads what it makes."""
+    part as it is; the part's length: at its end). ``is_result``: after ``due`` nothing is computed that takes time."""
 
     position: int
     ready: int
@@ -42,7 +42,8 @@ def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
             continue
         ready = 1 + max((made.get(name, -1) for name in work.inputs), default=-1)
         reads = [first_read[name] for name in work.outputs if name in first_read]
-        windows.append(Window(position, ready, min(reads, default=len(part)), not reads))
+        due = min(reads, default=len(part))
+        windows.append(Window(position, ready, due, not hides(part[due:])))
     return tuple(windows)
 
 

@@ -35,10 +35,11 @@ from hap.errors import ProgramError
 from hap.placement import Sizes
 from hap.plan import Collective
 from hap.runtime.exchange import as_bytes
-from hap.runtime.lane import Lane, Ticket, lane_for
+from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
 from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices, transfer
 
 T = TypeVar("T")
+LANES = 2  # of threads: while one bundle's last segments arrive, the next one's first are on their way
 CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
 
 
@@ -80,8 +81,8 @@ class Communicator:
         self.check = os.environ.get(CHECK_VARIABLE) == "1" if check is None else check
         self.pace: Pace | None = None
         self._routes: dict[tuple[Layout, Layout], Indices] = {}
-        self._lane: Lane | None = None
-        self._under_way = 0  # started and not yet waited for: the same number on every rank
+        self._lanes: list[tuple[Lane, dist.ProcessGroup]] = []
+        self._started = 0  # the same number on every rank
 
     @contextmanager
     def wire(self) -> Iterator[None]:
@@ -142,27 +143,24 @@ class Communicator:
             return [value.contiguous() for value in values]
         found.pack()
         with self.wire():
-            if self._under_way:  # behind those, as on every other rank
-                self._submit(found).wait()
-            else:
-                found.move()
+            found.move()
         return found.unpack()
 
     def start(
         self, kind: Collective, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], decomposition: str
     ) -> Pending:
-        """``together``, left running. The values must not be written until ``wait``.
+        """``together``, left running. The values must not be written until ``wait``. The first call is collective.
 
         In check mode it is complete when this returns: ranks are compared before each collective.
         """
         if self.check or self.group is None:
             return Pending(None, self.together(kind, values, layouts, decomposition), None)
-        found = self._prepare(kind, values, layouts, decomposition)
+        lane, group = self._next_lane()
+        found = self._prepare(kind, values, layouts, decomposition, group)
         assert found is not None
         found.pack()
         with self.wire():
-            self._under_way += 1
-            return Pending(found, None, self._submit(found))
+            return Pending(found, None, lane.submit(found.move))
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
         """The results of what was started. Once."""
@@ -171,7 +169,6 @@ class Communicator:
         assert pending.transfer is not None and pending.ticket is not None, "waited for twice"
         with self.wire():
             pending.ticket.wait()
-            self._under_way -= 1
         found, pending.transfer = pending.transfer, None
         return found.unpack()
 
@@ -206,9 +203,14 @@ class Communicator:
         return found[0]
 
     def _prepare(
-        self, kind: Collective, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], decomposition: str
+        self,
+        kind: Collective,
+        values: Sequence[torch.Tensor],
+        layouts: Sequence[Layouts],
+        decomposition: str,
+        group: dist.ProcessGroup | None = None,
     ) -> Transfer | None:
-        """Checked and ready to pack; None where there is nobody to talk to."""
+        """Checked and ready to pack, for ``group`` instead of one's own; None where there is nobody to talk to."""
         for value, found in zip(values, layouts, strict=True):
             held = found[0] if kind in ("all_gather", "all_to_all") else None
             self._verify(kind, decomposition, value, tuple(found), held)
@@ -220,13 +222,25 @@ class Communicator:
             if kind == "all_to_all" and found[0].dim == found[1].dim and tuple(found) not in self._routes:
                 source, target = found
                 self._routes[source, target] = find_indices(source, target, self.rank, self.world_size, value.device)
-        here = Here(self.group, self.rank, self.world_size)
+        here = Here(group or self.group, self.rank, self.world_size)
         return transfer(kind, here, values, layouts, decomposition, self._routes)
 
-    def _submit(self, found: Transfer) -> Ticket:
-        if self._lane is None:
-            self._lane = lane_for(self.device)
-        return self._lane.submit(found.move)
+    def _next_lane(self) -> tuple[Lane, dist.ProcessGroup]:
+        """In turns, so that every rank puts the same call on the same lane.
+
+        Threads have a process group each: on a group, calls must come in one order, and what the program waits for
+        must not queue behind what it does not. Streams share the group, whose calls the one host thread orders.
+        """
+        assert self.group is not None
+        if not self._lanes:
+            if self.device.type == "cuda":
+                self._lanes.append((StreamLane(self.device), self.group))
+            else:
+                ranks = dist.get_process_group_ranks(self.group)
+                for _ in range(LANES):
+                    self._lanes.append((ThreadLane(), dist.new_group(ranks, backend=dist.get_backend(self.group))))
+        self._started += 1
+        return self._lanes[self._started % len(self._lanes)]
 
     def _verify(
         self,

@@ -64,7 +64,3 @@ class StreamLane:
             event = torch.cuda.Event()
             event.record(self._stream)
         return _Mark(event)
-
-
-def lane_for(device: torch.device) -> Lane:
-    return StreamLane(device) if device.type == "cuda" else ThreadLane()

@@ -16,6 +16,7 @@ from hap.codegen.passes.bucket import bucket_collectives
 from hap.codegen.passes.overlap import overlap_collectives
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
+from hap.codegen.passes.sink import sink_results
 from hap.codegen.program import Call, Convert, Program, Start, Together, Wait, verify_program
 from hap.codegen.source import to_python
 from hap.errors import PlanError
@@ -26,7 +27,7 @@ from tests._support import cases, gpt2
 from tests._support.plans import make_plan, random_sizes, random_strategies
 from tests.codegen.test_lockstep import Small
 
-NAMES = ("renames", "dead_code", "bucket", "overlap")
+NAMES = ("renames", "dead_code", "sink", "bucket", "overlap")
 
 
 @cache
@@ -173,6 +174,31 @@ def test_the_order_of_collectives_is_in_the_program() -> None:
     assert [w.outputs for w in works(overlap_collectives(program))] == [w.outputs for w in works(program)]
 
 
+# ------------------------------------------------------------------------------------------------ sink
+
+
+def test_what_is_only_handed_out_waits_for_the_end() -> None:
+    """A sum is gathered and viewed to be a gradient; another is read by a product and stays."""
+    program = data_parallel()
+    gradient = next(c for c in program.backward if isinstance(c, Convert))
+    at = program.backward.index(gradient)
+    view = Call(("viewed",), "aten.view.default", (Value(gradient.output), [-1]), (), "")
+    double = Call(("doubled",), "aten.mul.Tensor", (Value("viewed"), 2), (), "")
+    held = {**program.held, "viewed": program.held[gradient.output], "doubled": program.held[gradient.output]}
+    longer = replace(
+        program, backward=(*program.backward[: at + 1], view, double, *program.backward[at + 1 :]), held=held
+    )
+    assert sink_results(longer).backward == (*program.backward, view, double)
+    last = program.gradients[next(reversed(program.gradients))]
+    reader = Call(("late",), "aten.add.Tensor", (Value("doubled"), Value(last)), (), "")
+    local = Call(("own",), "aten.add.Tensor", (Value("doubled"), Value(gradient.input)), (), "")
+    for extra, expected in ((reader, (view, double, reader)), (local, ())):
+        held = {**longer.held, extra.outputs[0]: program.held[last]}
+        more = replace(longer, backward=(*longer.backward, extra), held=held)
+        tail = sink_results(more).backward[len(program.backward) :]
+        assert tail[: len(expected)] == expected
+
+
 # ------------------------------------------------------------------------------------------------ dead code, renames
 
 
@@ -210,8 +236,8 @@ def test_passes_are_timed_and_show_what_they_change() -> None:
 
 def test_a_pass_is_switched_off_by_its_name() -> None:
     outcome = run_passes(data_parallel(), standard_passes(), off=("bucket", "overlap"))
-    assert outcome.names == ("renames", "dead_code")
-    with pytest.raises(PlanError, match=r"no pass 'fuse'.*renames, dead_code, bucket, overlap"):
+    assert outcome.names == ("renames", "dead_code", "sink")
+    with pytest.raises(PlanError, match=r"no pass 'fuse'.*renames, dead_code, sink, bucket, overlap"):
         run_passes(data_parallel(), standard_passes(), off=("fuse",))
 
 

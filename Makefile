@@ -6,9 +6,9 @@ PYTHON  ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 TYPED   := .cache/typed
-SOURCES := hap cost_models search codegen tests benchmarks examples setup.py
+SOURCES := hap cost_models search codegen tests benchmarks examples docs setup.py
 
-.PHONY: help venv test lint format demo wheel clean
+.PHONY: help venv test lint format demo docs golden wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,8 @@ help:
 	@echo "make test    lint, type-check, run every test"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff rewrite imports and layout"
+	@echo "make docs    build the documentation into .cache/site"
+	@echo "make golden  rewrite the golden plans of the project's own models, where they changed on purpose"
 	@echo "make wheel   build dist/hap-*.whl"
 	@echo "make venv    only the set-up: $(VENV), pinned dependencies, hap itself (editable)"
 	@echo "make clean   remove what was built (not $(VENV))"
@@ -49,6 +51,13 @@ format: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/hap run --cluster examples/cluster-4.yaml examples/train_gpt2.py $(ARGS)
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+golden: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/plans/test_zoo.py --hap-update
+	git --no-pager diff --stat -- tests/plans/plans
 
 wheel: $(STAMP)
 	rm -rf build

@@ -80,6 +80,16 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
     assert f"Example:  hap {command}" in out
 
 
+def test_completion_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = invoke(capsys, "--help")
+    assert "--install-completion" in out
+
+
+def test_exit_codes_are_documented() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "ci.md").read_text()
+    assert all(f"| {code} | " in text for code in (0, 1, 2))
+
+
 def test_version_and_module_entry() -> None:
     from hap import __version__
 

@@ -1,6 +1,7 @@
 """Bad input: one clear line, exit code 2 from the command line, a ``ValueError`` from Python, never a traceback."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 

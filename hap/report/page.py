@@ -8,7 +8,7 @@ says so.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hap.errors import HapError, PlanError
 from hap.plan import Plan
@@ -174,7 +174,7 @@ def _tables(facts: Facts) -> str:
     return "\n".join(parts)
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], numbers: tuple[int, ...]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> str:
     def line(cells: tuple[str, ...], tag: str) -> str:
         return "".join(
             f"<{tag}{' class=n' if i in numbers else ''}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)

@@ -71,7 +71,8 @@ def test_the_option_and_the_fixture_come_with_the_package(tmp_path: Path) -> Non
         "import torch\n"
         "def test_it(hap_plan):\n"
         "    model = torch.nn.Linear(4, 1)\n"
-        f"    hap_plan.check(model, {str(CLUSTER)!r}, (torch.zeros(8, 4),), loss_fn=lambda y: y.mean(), effort='quick')\n"
+        "    batch, loss = torch.zeros(8, 4), lambda y: y.mean()\n"
+        f"    hap_plan.check(model, {str(CLUSTER)!r}, (batch,), loss_fn=loss, effort='quick')\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     first = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

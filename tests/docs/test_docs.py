@@ -1,0 +1,90 @@
+"""Every code block of the documentation runs, page by page and in order, in an empty folder.
+
+``python`` is run in one namespace for each page; a block with a ``title`` is written to a file; ``console`` lines are
+commands of HAP or pytest that must succeed. ``text`` is not run, and is not used for anything that could be.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hap import cli
+from hap.cluster import ClusterSpec
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
+BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.M | re.S)
+START = (REPOSITORY / "docs" / "index.md").read_text()
+
+
+def blocks(page: Path) -> list[tuple[str, str | None, str]]:
+    return [(kind, title or None, body) for kind, title, body in BLOCK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for title, body in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', START, re.M | re.S):
+        (tmp_path / title).write_text(body)  # what the first page makes is there on the others
+    if page.stem == "plan":
+        (tmp_path / "runs").mkdir()
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for kind, title, body in blocks(page):
+        if title is not None:
+            (tmp_path / title).parent.mkdir(exist_ok=True)
+            (tmp_path / title).write_text(body)
+            if kind == "python":
+                compile(body, title, "exec")
+            elif "hosts:" in body:
+                ClusterSpec.load(title)
+        elif kind == "python":
+            torch.manual_seed(0)
+            exec(compile(body, f"{page.name}", "exec"), namespace)
+        elif kind == "console":
+            for line in body.strip().splitlines():
+                assert line.startswith("$ "), line
+                command(shlex.split(line[2:]))
+        else:
+            assert kind in ("yaml", "text"), f"{kind} is not run"
+    sys.modules.pop("model", None)
+
+
+def command(words: list[str]) -> None:
+    """One line of a console block: in this process where it can be."""
+    if words[0] == "pytest" or words[:2] == ["hap", "run"]:
+        module = [sys.executable, "-m", *words]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(module, capture_output=True, text=True, env=environment, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
+    assert words[0] == "hap", words
+    try:
+        cli.main(words[1:])
+    except SystemExit as exit_:
+        assert not exit_.code, words
+
+
+def test_links_between_pages_and_images_exist() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r": (\w+\.md)$", (REPOSITORY / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == [p.name for p in PAGES]
+
+
+def test_the_workflow_is_yaml_and_checks_plans() -> None:
+    import yaml
+
+    body = yaml.safe_load((REPOSITORY / "examples" / "ci" / "plans.yml").read_text())
+    steps = body["jobs"]["plans"]["steps"]
+    assert any("hap check plans/" in step.get("run", "") for step in steps)

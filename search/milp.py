@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -47,13 +48,21 @@ from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import Partial, Placement
 from hap.search.classes import Classes, Slot, ValueClass
-from hap.search.prices import Price, Prices
+
+if TYPE_CHECKING:
+    from hap.search.tables import Coefficients
 
 MS, GB = 1e3, 1e-9  # seconds -> milliseconds, bytes -> gigabytes
 SMALLEST = 1e-9  # a coefficient below this is nothing in ms or GB, and HiGHS would drop it
 SEED = 20240601
 
 Terms = list[int]  # the sum of these variables
+
+
+class Priced(Protocol):
+    """What a program costs at some sizes: ``hap.search.tables.Prices``."""
+
+    def coefficients(self) -> Coefficients: ...
 
 
 @dataclass(frozen=True)
@@ -205,7 +214,7 @@ def make_skeleton(classes: Classes, *, regathered: frozenset[str] = frozenset())
 
 def choose(
     skeleton: Skeleton,
-    prices: Prices,
+    prices: Priced,
     *,
     forced: Mapping[int, Sequence[int]] | None = None,
     barriers: bool = False,
@@ -239,18 +248,22 @@ def choose(
     )
 
 
-def _priced(skeleton: Skeleton, prices: Prices, barriers: bool) -> model_pb2.ModelProto:
+def _priced(skeleton: Skeleton, prices: Priced, barriers: bool) -> model_pb2.ModelProto:
     """The whole program: skeleton, objective, and the device rows of every kind of rank."""
     slowest, width = len(skeleton.names), len(skeleton.names) + 1
-    together_ms, compute_ms, held_gb = _coefficients(skeleton, prices, width)
+    found = prices.coefficients()
+    together_ms, compute_ms = found.together_s * MS, found.compute_s * MS
     if barriers:
         together_ms, compute_ms = together_ms + compute_ms.max(axis=0), np.zeros_like(compute_ms)
-    together_ms[slowest], compute_ms[:, slowest] = 1.0, -1.0
-    ranks, moments = list(prices.ranks), held_gb.shape[0]
-    dense = np.concatenate([compute_ms[ranks], *(held_gb[m][ranks] for m in range(moments))])
+    together_ms = np.append(together_ms, 1.0)
+    compute_ms = np.append(compute_ms, np.full((len(compute_ms), 1), -1.0), axis=1)
+    moments, kinds = found.held_bytes.shape[:2]
+    held_gb = np.append(found.held_bytes * GB, np.zeros((moments, kinds, 1)), axis=2)
+    dense = np.concatenate([*([] if barriers else [compute_ms]), *held_gb])
     dense[np.abs(dense) < SMALLEST] = 0.0
-    names = [f"compute[{r}]" for r in ranks] + [f"memory[{r},{m}]" for m in range(moments) for r in ranks]
-    upper = [0.0] * len(ranks) + [float(prices.capacity_bytes[r]) * GB for _ in range(moments) for r in ranks]
+    names = [] if barriers else [f"compute[{r}]" for r in range(kinds)]
+    names += [f"memory[{r},{m}]" for m in range(moments) for r in range(kinds)]
+    upper = [0.0] * (0 if barriers else kinds) + (found.capacity_bytes * GB).tolist() * moments
 
     proto = model_pb2.ModelProto(name="strategies")
     proto.variables.ids.extend(range(width))
@@ -266,30 +279,11 @@ def _priced(skeleton: Skeleton, prices: Prices, barriers: bool) -> model_pb2.Mod
     proto.linear_constraints.lower_bounds.extend([lb for lb, _ in skeleton.row_bounds] + [-np.inf] * len(names))
     proto.linear_constraints.upper_bounds.extend([ub for _, ub in skeleton.row_bounds] + upper)
     proto.linear_constraints.names.extend([*skeleton.row_names, *names])
-    _fill_matrix(proto, skeleton.entries, dense, first)
+    fill_matrix(proto, skeleton.entries, dense, first)
     return proto
 
 
-def _coefficients(skeleton: Skeleton, prices: Prices, width: int) -> tuple[Array, Array, Array]:
-    """Per variable: (objective ms (V,), compute ms (N, V), held GB (moments, N, V))."""
-    priced: list[tuple[tuple[int, ...], Price]] = []
-    for payer in skeleton.payers:
-        if isinstance(payer, NodePayer):
-            price = prices.nodes(skeleton.classes.nodes[payer.node_class].members, payer.option)
-        else:
-            price = prices.conversions(payer.values, payer.sources, payer.targets, payer.copy)
-        priced.append((payer.variables, price))
-    moments, n = priced[0][1].held_bytes.shape
-    together, compute, held = np.zeros(width), np.zeros((n, width)), np.zeros((moments, n, width))
-    for variables, price in priced:
-        for v in variables:
-            together[v] += price.together_s * MS
-            compute[:, v] += price.compute_s * MS
-            held[:, :, v] += price.held_bytes * GB
-    return together, compute, held
-
-
-def _fill_matrix(
+def fill_matrix(
     proto: model_pb2.ModelProto, entries: Sequence[tuple[int, int, float]], dense: Array, first: int
 ) -> None:
     """Sparse entries, then ``dense`` rows from row ``first`` on; sorted by row and column, equal places added up."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -29,11 +30,12 @@ from hap.search.assemble import assemble_plan, used_groups
 from hap.search.bound import lower_bound_s
 from hap.search.classes import Classes, find_bundles, find_classes
 from hap.search.infeasible import why_infeasible
-from hap.search.milp import Choice, Skeleton, choose, make_skeleton
+from hap.search.milp import Choice, choose, make_skeleton
 from hap.search.pins import Pins, pinned_candidates, pinned_sizes
-from hap.search.prices import Facts, Prices
+from hap.search.prices import Facts
 from hap.search.ratios import Shares, best_shares
 from hap.search.rounding import improve, round_shares
+from hap.search.tables import Prices, Tables
 
 Effort = Literal["quick", "normal"]
 
@@ -55,8 +57,10 @@ MIP_GAP = 1e-4  # relative; the judge's own error is far larger
 BEHIND = 1.15  # a start whose first round is this much slower than the best so far is given up
 LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, 0, False), "normal": Limits(5, 3, 1000, 60, 20_000, True)}
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
+EVERYTHING = 0.9  # of a step's calls scale with the share at least; the rest is launches and replicated operands
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 INPUT_TOLERANCE = 0.02  # of the step: what dealing out the inputs may cost
+WAITING = 0.05  # of the step, in which the busiest rank waits for others: from here on, the other estimate is asked
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
 
 
@@ -147,7 +151,7 @@ class Search:
         self.bundles = self._bundles()
         self.solved: dict[object, Choice | None] = {}
         self.margin: Array = np.zeros(self.cluster.world_size)
-        self.skeletons: dict[bool, Skeleton] = {}
+        self.tables: dict[bool, Tables] = {}
 
     def _fixed_sizes(self) -> dict[str, Sizes]:
         groups, pins = self.choices.groups, self.pins
@@ -180,17 +184,24 @@ class Search:
         return best
 
     def _try(self, starts: Sequence[Shares], best: Found | None, *, regather: bool) -> Found | None:
-        """The best of ``best`` and what the rounds from every start find."""
+        """The best of ``best`` and what the rounds from every start find that may be better."""
         for shares in starts:
+            if best is not None and best.cost[0] == 0 and self._is_hopeless(shares, best):
+                continue
             self.starts += 1
             left_out = tuple(r for r, s in enumerate(shares) if s == 0)
             best = self._rounds(self._round({}, shares), left_out, best, regather=regather)
         return best
 
+    def _is_hopeless(self, shares: Shares, best: Found) -> bool:
+        """Even with everything dealt out, the ranks that get a share would compute for longer than the best step."""
+        speed = (1.0 / self.whole_s)[np.array(shares) > 0]
+        return float(1.0 / speed.sum()) * EVERYTHING > best.evaluation.step_s
+
     def _starts(self) -> list[Shares]:
         """Share vectors to begin from, most promising first."""
         devices = self.cluster.devices
-        speed = 1.0 / self._whole_seconds()
+        speed = 1.0 / self.whole_s
         memory = np.array([d.memory_bytes for d in devices], dtype=np.float64)
         vectors = [speed, memory, np.ones(len(devices))]
         for slow in sorted({round(float(s), 12) for s in speed / speed.max()})[:-1]:
@@ -199,7 +210,8 @@ class Search:
             vectors = vectors[:1]
         return list(dict.fromkeys(tuple((v / v.sum()).tolist()) for v in vectors))[: self.limits.starts]
 
-    def _whole_seconds(self) -> Array:
+    @cached_property
+    def whole_s(self) -> Array:
         """Seconds that every rank would need for the whole step alone (N,)."""
         ones, total = np.ones(self.cluster.world_size), np.zeros(self.cluster.world_size)
         for node in self.graph.nodes:
@@ -229,7 +241,8 @@ class Search:
 
     def _without_barriers(self, best: Found) -> Found:
         """The other estimate's choice at the same sizes, where the judge prefers it."""
-        if not self.limits.both_estimates:
+        waiting = best.evaluation.stages_s + best.evaluation.update_s - max(best.evaluation.compute_s)
+        if not self.limits.both_estimates or waiting < WAITING * best.evaluation.step_s:
             return best
         other = self._strategies(best.sizes, best.regather, best.left_out, best=best, barriers=False)
         return best if other is None else min(best, other, key=lambda f: f.cost)
@@ -303,8 +316,8 @@ class Search:
         if key not in self.solved:
             self.milps += 1
             self.solved[key] = choose(
-                self._skeleton(regather),
-                Prices(self.facts, sizes, capacity, SHORTER * (self.bound_s or 0.0)),
+                self._tables(regather).skeleton,
+                Prices(self._tables(regather), sizes, capacity, SHORTER * (self.bound_s or 0.0)),
                 forced=forced,
                 barriers=barriers,
                 nodes=self.limits.nodes,
@@ -312,11 +325,12 @@ class Search:
             )
         return self.solved[key]
 
-    def _skeleton(self, regather: bool) -> Skeleton:
-        if regather not in self.skeletons:
+    def _tables(self, regather: bool) -> Tables:
+        if regather not in self.tables:
             names = frozenset(n.name for n in self.graph.sources("parameter")) if regather else frozenset()
-            self.skeletons[regather] = make_skeleton(self.classes, regathered=names)
-        return self.skeletons[regather]
+            same = {name: bundle[0] for bundle in self.bundles for name in bundle}
+            self.tables[regather] = Tables(self.facts, make_skeleton(self.classes, regathered=names), same)
+        return self.tables[regather]
 
     def _reshare(self, found: Found) -> Found:
         """The same strategies with the LP's shares, rounded; the LP's groups only, the others follow their mean."""

@@ -1,6 +1,6 @@
-"""What the search asks about a graph again and again: prices of options and conversions, and who is alive when.
+"""What the search asks about a graph again and again: the work of every option, and who is alive when.
 
-``Facts`` depends on the graph, the candidates and the cluster alone. ``Prices`` adds sizes, and is what the MILP reads.
+``Facts`` depends on the graph, the candidates and the cluster alone; ``hap.search.tables`` adds sizes.
 
 **Memory as linear terms.** The cost model follows every allocation; a linear program cannot, since lifetimes depend on
 the choice. It sees a few *moments* of the step instead: the last forward node (everything saved is alive), points
@@ -13,37 +13,25 @@ what the ledger finds above it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
-from hap.conversion import collective_kind
-from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
 from hap.cost_models.compute import ComputeTable, Parts, split_work
 from hap.cost_models.evaluate import update_seconds
-from hap.cost_models.memory import local_bytes, optimizer_state_bytes
+from hap.cost_models.memory import optimizer_state_bytes
 from hap.cost_models.work import is_view, node_work
 from hap.fabric import Array
 from hap.graph import Graph, Phase, Value
-from hap.hosts import Device
-from hap.placement import GroupSizes, Placement, Shard
+from hap.placement import GroupSizes, Placement
 from hap.plan import Strategy
 from hap.search.classes import Candidates
+from hap.search.wires import Wires
 
 MOMENTS = 5
-
-
-class Price(NamedTuple):
-    """``together_s``: seconds in which all ranks are busy together (a collective); ``compute_s`` (N,): seconds of each
-    rank; ``held_bytes`` (moments, N)."""
-
-    together_s: float
-    compute_s: Array
-    held_bytes: Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +56,10 @@ class Facts:
     @cached_property
     def compute(self) -> ComputeTable:
         return ComputeTable(self.cluster.devices)
+
+    @cached_property
+    def wires(self) -> Wires:
+        return Wires(self.cluster)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
@@ -157,90 +149,3 @@ class Facts:
             return np.zeros(self.cluster.world_size)
         alone = replace(self.graph, nodes=(node,), gradients={node.target: self.graph.gradients[node.target]})
         return update_seconds(alone, {name: strategy}, sizes, self.cluster, self.optimizer)
-
-
-@dataclass(frozen=True, eq=False)
-class Prices:
-    """Prices at fixed sizes. ``capacity_bytes`` (N,) is what each rank may hold. ``per_collective_s`` is added to every
-    collective: a preference for short programs over gains that nobody could measure."""
-
-    facts: Facts
-    sizes: GroupSizes
-    capacity_bytes: Array
-    per_collective_s: float = 0.0
-    _conversions: dict[tuple[int, object, object], tuple[float, Array, Array]] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def ranks(self) -> tuple[int, ...]:
-        """One rank of every kind: same device numbers, same sizes of all groups."""
-        kinds: dict[object, int] = {}
-        for d in self.facts.cluster.devices:
-            numbers = (tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s)
-            sizes = tuple(s[d.rank] for s in self.sizes.values())
-            own = None if type(d) is Device else d.rank  # a measured device is like no other
-            kinds.setdefault((numbers, own, float(self.capacity_bytes[d.rank]), sizes), d.rank)
-        return tuple(kinds.values())
-
-    def nodes(self, names: Sequence[str], option: int) -> Price:
-        """The price of all of them: their own work, the optimizer's update of parameters, and what they keep.
-
-        Nodes of one class with the same sizes differ only in when they are alive, so their work is priced once.
-        """
-        alike: dict[object, list[str]] = {}
-        for name in names:
-            strategy = self.facts.candidates[name][option]
-            alike.setdefault(tuple(map(self._with_sizes, (*strategy.inputs, *strategy.outputs))), []).append(name)
-        n = self.facts.cluster.world_size
-        compute, held = np.zeros(n), np.zeros((MOMENTS, n))
-        for same in alike.values():
-            strategy = self.facts.candidates[same[0]][option]
-            compute = compute + len(same) * self._compute_s(same[0], strategy)
-            kept = [self.facts.held(name, self.facts.candidates[name][option]) for name in same]
-            for (placement, nbytes, moments), *others in zip(*kept, strict=True):
-                alive = moments + sum(other[2] for other in others)
-                held = held + alive * local_bytes(nbytes, placement, self.sizes, n)
-        return Price(0.0, compute, held)
-
-    def _compute_s(self, name: str, strategy: Strategy) -> Array:
-        facts, n = self.facts, self.facts.cluster.world_size
-        if facts.graph.by_name[name].is_source:
-            return facts.update_s(name, strategy, self.sizes)
-        parts = facts.parts(name, strategy)
-        rho = np.ones(n) if parts.group is None else np.array(self.sizes[parts.group], dtype=np.float64) / parts.n
-        return facts.compute.seconds(parts, rho)
-
-    def conversions(
-        self, values: Sequence[Value], sources: Sequence[Placement], targets: Sequence[Placement], copy: str
-    ) -> Price:
-        """The price of turning every value from its source into its target, once each. The copy of a final gradient is
-        its parameter's to keep."""
-        n, facts = self.facts.cluster.world_size, self.facts
-        together, compute, held = 0.0, np.zeros(n), np.zeros((MOMENTS, n))
-        alike: dict[tuple[int, object, object], list[int]] = {}
-        for m, value in enumerate(values):
-            key = (facts.graph.meta(value).nbytes, self._with_sizes(sources[m]), self._with_sizes(targets[m]))
-            alike.setdefault(key, []).append(m)
-        for key, same in alike.items():
-            m = same[0]
-            if key not in self._conversions:
-                self._conversions[key] = self._convert(facts.graph.meta(values[m]).nbytes, sources[m], targets[m])
-            seconds, each, kept = self._conversions[key]
-            together, compute = together + len(same) * seconds, compute + len(same) * each
-            alive = sum(facts.copy_alive(values[i], copy) for i in same if values[i] not in facts.homes)
-            held = held + alive * kept
-        return Price(together, compute, held)
-
-    def _convert(self, nbytes: int, source: Placement, target: Placement) -> tuple[float, Array, Array]:
-        """(seconds of all together, seconds (N,) of each, bytes (N,) of the result)."""
-        n, cluster, kind = self.facts.cluster.world_size, self.facts.cluster, collective_kind(source, target)
-        name, seconds = best_decomposition(kind, nbytes, source, target, self.sizes, cluster)
-        kept = local_bytes(nbytes, target, self.sizes, n)
-        if kind != "slice":
-            return seconds + self.per_collective_s, np.zeros(n), kept
-        form = collective_coefficients(kind, name, nbytes, source, target, cluster)
-        return 0.0, form.stages[0].rows(shares(source, self.sizes, n), shares(target, self.sizes, n)), kept
-
-    def _with_sizes(self, placement: Placement | None) -> object:
-        if isinstance(placement, Shard):
-            return placement.dim, placement.outer, placement.n, self.sizes[placement.group]
-        return placement

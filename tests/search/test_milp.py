@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +14,8 @@ from hap.graph import Graph, Node, TensorMeta, Value, verify_graph
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
 from hap.search.classes import find_classes
-from hap.search.milp import choose, make_skeleton
-from hap.search.prices import Price
+from hap.search.milp import NodePayer, Skeleton, choose, make_skeleton
+from hap.search.tables import Coefficients
 
 RANKS = 2
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0, 1, 4, 1, "rows"), Shard(1, 1, 4, 1, "columns"))
@@ -24,26 +24,35 @@ META = TensorMeta((4, 4), torch.float32)
 
 @dataclass(frozen=True)
 class MadeUpPrices:
-    """Costs drawn once per (node, option) and (value, source, target); the interface of
-    ``hap.search.prices.Prices``."""
+    """Costs drawn once per (node, option) and (value, source, target)."""
 
     seconds: Mapping[tuple[str, int], np.ndarray]
     nbytes: Mapping[tuple[str, int], np.ndarray]
     conversion_s: Mapping[tuple[Value, Placement, Placement], float]
     capacity_bytes: np.ndarray
     regather: bool
-    ranks: tuple[int, ...] = (0, 1)
 
-    def nodes(self, names: Sequence[str], option: int) -> Price:
-        return Price(
-            0.0, sum(self.seconds[name, option] for name in names), sum(self.nbytes[n, option] for n in names)[None]
-        )
 
-    def conversions(
-        self, values: Sequence[Value], sources: Sequence[Placement], targets: Sequence[Placement], copy: str
-    ) -> Price:
-        seconds = sum(self.conversion_s[key] for key in zip(values, sources, targets, strict=True))
-        return Price(seconds, np.zeros(RANKS), np.zeros((1, RANKS)))
+@dataclass(frozen=True)
+class OfSkeleton:
+    """The interface of ``hap.search.tables.Prices``, by the plainest of loops."""
+
+    made_up: MadeUpPrices
+    skeleton: Skeleton
+
+    def coefficients(self) -> Coefficients:
+        width, prices = len(self.skeleton.names), self.made_up
+        together, compute, held = np.zeros(width), np.zeros((RANKS, width)), np.zeros((1, RANKS, width))
+        for payer in self.skeleton.payers:
+            for v in payer.variables:
+                if isinstance(payer, NodePayer):
+                    for name in self.skeleton.classes.nodes[payer.node_class].members:
+                        compute[:, v] += prices.seconds[name, payer.option]
+                        held[0, :, v] += prices.nbytes[name, payer.option]
+                else:
+                    keys = zip(payer.values, payer.sources, payer.targets, strict=True)
+                    together[v] += sum(prices.conversion_s[key] for key in keys)
+        return Coefficients(together, compute, held, prices.capacity_bytes)
 
 
 def random_graph(rng: random.Random) -> tuple[Graph, dict[str, tuple[Strategy, ...]]]:
@@ -116,9 +125,9 @@ def test_finds_the_optimum_of_exhaustive_search(seed: int) -> None:
     classes = find_classes(graph, strategies)
     skeleton = make_skeleton(classes, regathered=frozenset(["w"]) if prices.regather else frozenset())
     if best == float("inf"):
-        assert choose(skeleton, prices) is None
+        assert choose(skeleton, OfSkeleton(prices, skeleton)) is None
         return
-    choice = choose(skeleton, prices)
+    choice = choose(skeleton, OfSkeleton(prices, skeleton))
     assert choice is not None
     picks = {name: choice.picks[c] for name, c in classes.of.items()}
     assert choice.objective_s == pytest.approx(best, rel=1e-6)

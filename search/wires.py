@@ -1,0 +1,174 @@
+"""Seconds of many collectives at fixed sizes, quickly: forms are made once, whatever the shares.
+
+The seconds of a decomposition depend on the size of the value along few straight lines (``hap.cost_models.collective``:
+latency, bytes, one segment more), so they are asked for at the sizes of a ``GRID`` and joined by lines in between. What
+was measured of a collective may bend elsewhere too; the judge, which is exact, has the last word. Of more than
+``MOST_RANKS`` ranks, those alike (``RankClasses``) enter with their mean share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.cost_models.collective import CollectiveForm, candidates, collective_coefficients, collective_seconds, shares
+from hap.fabric import Array
+from hap.hosts import Device
+from hap.placement import REPLICATE, GroupSizes, Placement, Shard
+from hap.plan import Collective
+
+GRID = (0, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
+MOST_RANKS = 128
+_SHARD = Shard(0, 1, 1, 1, "any")  # forms depend on whether a placement is a shard, not on which
+
+
+class Rows(NamedTuple):
+    """One stage, equal rows once: seconds = max over rows of constant + source @ rho + target @ sigma, where rho and
+    sigma are the shares of the rank classes: (K,), (K, C), (K, C)."""
+
+    constant: Array
+    source: Array
+    target: Array
+
+
+class Form(NamedTuple):
+    constant_s: float
+    stages: tuple[Rows, ...]
+
+    def seconds(self, source: Array, target: Array) -> float:
+        return self.constant_s + sum(
+            float((s.constant + s.source @ source + s.target @ target).max(initial=0.0)) for s in self.stages
+        )
+
+
+def device_numbers(device: Device) -> object:
+    """What the cost model knows of a device: equal for devices that compute alike. A measured one is like no other."""
+    if type(device) is not Device:
+        return device.rank
+    return tuple(device.tflops.items()), device.memory_bandwidth_bytes_per_s, device.launch_s, device.memory_bytes
+
+
+@dataclass(frozen=True)
+class RankClasses:
+    """Ranks that could change places: equal devices at equal places of hosts that have the same of everything.
+
+    ``of`` (N,) the class of every rank, ``members`` (C, N) of 0 and 1, ``counts`` (C,).
+    """
+
+    of: tuple[int, ...]
+
+    @classmethod
+    def find(cls, cluster: ClusterSpec, apart: Sequence[int] = ()) -> RankClasses:
+        """``apart``: ranks that form classes of their own, as they are left out."""
+        special = [name for path in cluster.links for name in (path.source, path.target)]
+        within: dict[str, list[object]] = {h.name: [] for h in cluster.hosts}
+        for device in cluster.devices:
+            within[device.host].append(device_numbers(device))
+        places = {}
+        for h in cluster.hosts:
+            network = None if h.network is None else h.network.duplex
+            places[h.name] = tuple(within[h.name]), h.inside, network, h.name if h.name in special else ""
+        numbers: dict[object, int] = {}
+        keys = [(device_numbers(d), places[d.host], d.rank in apart) for d in cluster.devices]
+        return cls(tuple(numbers.setdefault(key, len(numbers)) for key in keys))
+
+    @cached_property
+    def members(self) -> Array:
+        found = np.zeros((max(self.of) + 1, len(self.of)))
+        found[list(self.of), range(len(self.of))] = 1.0
+        return found
+
+    @cached_property
+    def counts(self) -> Array:
+        counts: Array = self.members.sum(axis=1)
+        return counts
+
+    def mean(self, by_rank: Array) -> Array:
+        """(..., N) -> (..., C)."""
+        mean: Array = by_rank @ self.members.T / self.counts
+        return mean
+
+    def spread(self, by_class: Array) -> Array:
+        """(C,) -> (N,)."""
+        spread: Array = by_class[list(self.of)]
+        return spread
+
+    @cached_property
+    def first(self) -> tuple[int, ...]:
+        """One rank of each class."""
+        return tuple(self.of.index(c) for c in range(len(self.members)))
+
+
+def reduce_form(form: CollectiveForm, classes: RankClasses | None) -> Form:
+    """Columns of a class added up, equal rows once."""
+    return Form(form.constant_s, tuple(_reduce(s.constant, s.by_source, s.by_target, classes) for s in form.stages))
+
+
+def _reduce(constant: Array, source: Array, target: Array, classes: RankClasses | None) -> Rows:
+    if classes is not None:
+        source, target = source @ classes.members.T, target @ classes.members.T
+    table = np.concatenate([constant[:, None], source, target], axis=1)
+    scale = np.abs(table).max(initial=0.0) or 1.0
+    _, kept = np.unique(np.round(table / scale, 12), axis=0, return_index=True)
+    table, width = table[np.sort(kept)], source.shape[1]
+    return Rows(table[:, 0], table[:, 1 : 1 + width], table[:, 1 + width :])
+
+
+@dataclass(frozen=True, eq=False)
+class Wires:
+    """The collectives of one cluster."""
+
+    cluster: ClusterSpec
+    _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def columns(self) -> RankClasses | None:
+        return RankClasses.find(self.cluster) if self.cluster.world_size > MOST_RANKS else None
+
+    def names(self, kind: Collective) -> tuple[str, ...]:
+        if kind not in self._names:
+            self._names[kind] = candidates(kind, self.cluster)
+        return self._names[kind]
+
+    def form(self, kind: Collective, name: str, nbytes: int) -> Form:
+        """Of anything but an all-to-all, whose traffic depends on which ranges overlap."""
+        key = (kind, name, nbytes)
+        if key not in self._forms:
+            ends = (_SHARD if kind == "all_gather" else REPLICATE, _SHARD if kind != "all_gather" else REPLICATE)
+            source, target = ends if kind != "all_reduce" else (REPLICATE, REPLICATE)
+            whole = collective_coefficients(kind, name, nbytes, source, target, self.cluster)
+            self._forms[key] = reduce_form(whole, self.columns)
+        return self._forms[key]
+
+    def best_s(
+        self, kind: Collective, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes
+    ) -> Array:
+        """Seconds of the fastest decomposition for values of these sizes (ascending)."""
+        if self.cluster.world_size == 1:
+            return np.zeros(len(sizes_bytes))
+        first = max(0, int(np.searchsorted(GRID, sizes_bytes[0], side="right")) - 1)
+        last = int(np.searchsorted(GRID, sizes_bytes[-1]))
+        grid = [*GRID[first:last], *([GRID[last]] if last < len(GRID) else [int(sizes_bytes[-1])])]
+        if len(sizes_bytes) <= len(grid):
+            grid = [int(b) for b in sizes_bytes]
+        at = [self._all_s(kind, nbytes, source, target, sizes) for nbytes in grid]
+        return np.array([np.interp(sizes_bytes, grid, seconds) for seconds in zip(*at, strict=True)]).min(axis=0)
+
+    def _all_s(
+        self, kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes
+    ) -> list[float]:
+        if kind == "all_to_all":
+            return [
+                collective_seconds(kind, name, nbytes, source, target, sizes, self.cluster) for name in self.names(kind)
+            ]
+        n = self.cluster.world_size
+        rho, sigma = shares(source, sizes, n), shares(target, sizes, n)
+        if self.columns is not None:
+            rho, sigma = self.columns.mean(rho), self.columns.mean(sigma)
+        return [self.form(kind, name, nbytes).seconds(rho, sigma) for name in self.names(kind)]

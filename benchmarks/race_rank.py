@@ -34,13 +34,13 @@ BLOCK = 2  # steps of one contestant in a round, after one that is not counted
 
 class Result(NamedTuple):
     """One contestant on one rank. ``compute_s``: what its compute takes on its device, a step. ``held_bytes``:
-    parameters, gradients and optimizer state. ``loss``: of the first step, weighted to be the global batch's."""
+    parameters, gradients and optimizer state. ``losses``: of the first steps, this rank's part of the global batch's."""
 
     steps_s: tuple[float, ...]
     compute_s: float
     missed: float
     held_bytes: int
-    loss: float
+    losses: tuple[float, ...]
 
 
 class Contestant(Protocol):
@@ -271,12 +271,10 @@ def race(
 ) -> dict[str, Result]:
     """Every contestant named, by name; they take turns, a block of steps each."""
     torch.set_num_threads(1)
-    found, paces, losses = dict[str, Contestant](), dict[str, Deadline](), dict[str, float]()
+    found, paces, losses = dict[str, Contestant](), dict[str, Deadline](), dict[str, tuple[float, ...]]()
     for name in names:
         found[name] = enter(name, model, sizes, equal, plan, cluster)
-        losses[name] = found[name].step()
-        for _ in range(WARM - 1):
-            found[name].step()
+        losses[name] = tuple(found[name].step() for _ in range(WARM))
         paces[name] = _record(found[name])
     gc.disable()
     seconds: dict[str, list[float]] = {name: [] for name in names}

@@ -39,7 +39,7 @@ from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
 from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices, transfer
 
 T = TypeVar("T")
-LANES = 2  # of threads: while one bundle's last segments arrive, the next one's first are on their way
+LANES = 3  # of threads: while one bundle's last segments arrive, the next ones' first are on their way
 CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
 
 

@@ -286,7 +286,7 @@ dealt = (
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(dealt, dealt, st.sampled_from([TWO_HOSTS, STAR]), st.integers(1, 10**9), st.integers(0, 10**9))
 def test_more_bytes_take_more_time(g: tuple[int, ...], h: tuple[int, ...], on: ClusterSpec, b: int, more: int) -> None:
     for kind, source, target in KINDS:
@@ -297,7 +297,7 @@ def test_more_bytes_take_more_time(g: tuple[int, ...], h: tuple[int, ...], on: C
             assert 0 <= less <= greater * (1 + 1e-12)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(dealt, st.sampled_from([STAR, TWO_HOSTS, cluster([3, 70, 200, 1], backend="gloo")]))
 def test_all_gather_never_beats_its_lower_bound(sizes: tuple[int, ...], on: ClusterSpec) -> None:
     """collectives.md 3.5, without relays: each host receives what it lacks once, and sends out what it has once."""
@@ -312,7 +312,7 @@ def test_all_gather_never_beats_its_lower_bound(sizes: tuple[int, ...], on: Clus
             assert seconds >= max((MB12 - own) / rates.down_bytes_per_s, own / rates.up_bytes_per_s) * (1 - 1e-9)
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(dealt, dealt, dealt, dealt)
 def test_the_linear_form(g: tuple[int, ...], h: tuple[int, ...], g2: tuple[int, ...], h2: tuple[int, ...]) -> None:
     """Exact for any shares, except ``direct``: exact where it was asked for, and a bound otherwise."""

@@ -6,7 +6,7 @@ the same forms that a profile fits (``hap.cost_models.fit``), on relative errors
     layers        launch + a * microbatch / tp + b * microbatch + c / tp (arithmetic; what every tensor-parallel rank
                   repeats or sends; weights); a group is one GPU, model and kind of layer
     ResNet-50     launch + a * images + b * passes; a group is one GPU
-    collectives   seconds per byte by size, as a profile's; JABAS's few points: latency and bandwidth; a group is one curve
+    collectives   seconds per byte by size, as a profile's; JABAS's few points: latency and bandwidth; by curve
     iterations    (m + pp - 1) slots of [layers' FLOPs, tensor-parallel bytes, launches] + data-parallel bytes + update,
                   m microbatches in a pipeline of pp stages; one group, all models and parallelisms together
 """

@@ -21,6 +21,7 @@ from hap.runtime.profile import make_optimizer, measure
 
 RECORDED = 6  # steps whose sections are recorded, unstretched
 WARM = 2
+PLAIN = ("sink", "bucket", "overlap")  # the model describes the plan, in which nothing is moved, joined or hidden
 
 
 class Run(NamedTuple):
@@ -63,6 +64,7 @@ def _run_plan(model: str, text: str, steps: int) -> Run:
         example_inputs=built.example_inputs,
         example_targets=built.example_targets,
         loss_fn=built.loss_fn,
+        passes_off=PLAIN,
     )
     optimizer = make_optimizer("adamw", program.parameters())
     batch, targets = program.shard_batch(built.example_inputs, built.example_targets)

@@ -71,7 +71,7 @@ def non_negative(columns: Array, seconds: Array) -> Array:
             some = list(chosen)
             found = np.linalg.lstsq(scaled[:, some] / norms[some], ones, rcond=None)[0] / norms[some]
             error = float(((scaled[:, some] @ found - ones) ** 2).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
+            if (found >= 0).all() and error < least * (1 - 1e-9) - 1e-18:
                 best, least = np.zeros(count), error
                 best[some] = found
     return best

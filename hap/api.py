@@ -21,8 +21,11 @@ from hap.codegen.lowering import lower
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
 from hap.codegen.program import Convert, Program
 from hap.codegen.source import to_python
+from hap.conversion import find_needs
 from hap.cost_models.collective import best_decomposition
 from hap.cost_models.profile import CalibratedCluster, Profile
+from hap.cost_models.timeline import Timeline
+from hap.cost_models.timeline import simulate as play
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
 from hap.plan import Plan
@@ -95,7 +98,7 @@ def compile(
     if cluster is None and plan is None:
         raise ClusterError("hap.compile needs a cluster, or a plan that was made for one")
     spec = None if cluster is None else _cluster(cluster, profile)
-    comm = _join(None if spec is None else spec.backend, device)
+    comm = join(None if spec is None else spec.backend, device)
     if spec is not None:
         spec.check_world_size(comm.world_size)
     graph = _together(comm, lambda: capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets))
@@ -129,6 +132,33 @@ def python_source(
     """The program of ``plan`` as one Python file that runs under torchrun. PlanError if it is for another model."""
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
     return to_python(lower(graph, plan), plan)
+
+
+def simulate(
+    model: torch.nn.Module,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    example_inputs: Any,
+    example_targets: Any = None,
+    loss_fn: LossFn | None = None,
+    profile: ProfileLike | None = None,
+) -> Timeline:
+    """Play one step of ``plan`` on its cluster: spans of every rank, waiting, the critical path. Nothing overlaps yet.
+
+    PlanError if the plan is for another model or cluster.
+    """
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    spec = _cluster(cluster, profile)
+    _check_plan(plan, graph, spec, spec.world_size)
+    strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
+    planned = {(c.value, c.target, c.phase) for c in plan.conversions}
+    needs = [
+        need
+        for need in find_needs(graph, strategies, regather=True)
+        if (str(need.value), str(need.target), need.phase) in planned
+    ]
+    return play(graph, strategies, plan.sizes, spec, needs=needs, optimizer=plan.provenance.optimizer)
 
 
 def _search(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
@@ -178,7 +208,7 @@ def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_siz
         raise PlanError(f"the plan is for {made_for.world_size} ranks, this job has {world_size}")
 
 
-def _join(backend: str | None, device: torch.device | str | None) -> Communicator:
+def join(backend: str | None, device: torch.device | str | None) -> Communicator:
     """This job's communicator, joining the default process group if torchrun started us and nobody has yet."""
     if dist.is_initialized():
         here = _device(device, dist.get_backend())

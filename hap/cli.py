@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from hap.commands import guarding, launching, planning, reading, shared
+from hap.commands import clocks, guarding, launching, planning, reading, shared
 from hap.commands.launching import launch_arguments
 from hap.errors import HapError
 
@@ -32,6 +32,8 @@ app.command()(reading.diff)
 app.command()(reading.report)
 app.command()(guarding.check)
 app.command()(planning.program)
+app.command()(clocks.simulate)
+app.command()(clocks.profile)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(launching.run)
 
 

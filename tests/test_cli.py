@@ -23,6 +23,8 @@ SURFACE = {
     "report": ["--run", "-o", "--out", "--json"],
     "check": ["--update", "--json"],
     "program": [*MODEL, "-o", "--out"],
+    "simulate": ["-c", "--cluster", *MODEL, "--profile", "-o", "--out", "--json"],
+    "profile": ["-c", "--cluster", *MODEL, "-o", "--out", "--cluster-out", "--optimizer", "--emulate", "--testbed"],
     "run": ["-c", "--cluster", "--host", "--master"],
 }
 
@@ -88,6 +90,18 @@ def test_completion_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
 def test_exit_codes_are_documented() -> None:
     text = (Path(__file__).parents[1] / "docs" / "ci.md").read_text()
     assert all(f"| {code} | " in text for code in (0, 1, 2))
+
+
+def test_run_passes_on_what_torchrun_would_take_for_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "c.yaml").write_text(
+        "name: one\nbackend: gloo\nhosts: [{name: a, devices: [{name: d, tflops: {float32: 1}, memory: 1GB, "
+        "memory_bandwidth: 1GB/s}]}]\n"
+    )
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["run", "--cluster", f"{tmp_path}/c.yaml", f"{tmp_path}/script.py", "--log", "x", "--nnodes", "7"])
+    assert not exit_.value.code
+    assert capfd.readouterr().out.strip() == str(["--cluster", f"{tmp_path}/c.yaml", "--log", "x", "--nnodes", "7"])
 
 
 def test_version_and_module_entry() -> None:

@@ -1,0 +1,270 @@
+"""``hap profile`` and ``hap simulate``: what time is, measured and played."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hap.commands import shared
+from hap.commands.launching import launch_arguments
+from hap.commands.shared import Batch, ClusterOption, HuggingFace, ModelArgument, PlanArgument, SequenceLength
+from hap.errors import HapError
+
+if TYPE_CHECKING:
+    from hap.cluster import ClusterSpec
+    from hap.cost_models.profile import Profile
+    from hap.cost_models.timeline import Timeline
+    from hap.runtime.collectives import Communicator
+
+SHOWN = 8  # entries of the critical path
+
+
+def profile(
+    model: ModelArgument = None,
+    hf: HuggingFace = None,
+    batch: Batch = 8,
+    seq: SequenceLength = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", "-c", metavar="CLUSTER.yaml", help="Without it, it is discovered.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="X.json", help="Write the profile here.")] = Path(
+        "profile.json"
+    ),
+    cluster_out: Annotated[Path, typer.Option(metavar="X.yaml", help="Write the discovered cluster here.")] = Path(
+        "cluster.yaml"
+    ),
+    optimizer: Annotated[str, typer.Option(help="Whose update is measured: adamw, adam, sgd, sgd+momentum.")] = "adamw",
+    emulate: Annotated[bool, typer.Option("--emulate", help="CPU ranks play the cluster's unequal devices.")] = False,
+    testbed: Annotated[
+        bool, typer.Option("--testbed", help="On benchmarks/testbed, from a checkout, as root.")
+    ] = False,
+) -> None:
+    """Measure the devices, links and collectives of a running job.
+
+    Plans made with the profile (hap.plan(..., profile=...)) are predicted from what was measured. With a model, its own
+    operator calls are measured, which is most exact; without, those of small reference models.
+
+    Example:  hap profile --cluster cluster.yaml -o profile.json
+
+    So all ranks start on this machine. For several hosts, start it as you start training: torchrun ... -m hap profile
+    --cluster cluster.yaml. Under torchrun without --cluster, a description of what is there is written, too.
+    """
+    if testbed or "RANK" not in os.environ:
+        if cluster is None:
+            raise HapError("hap profile needs --cluster, or a job under torchrun whose cluster it can discover")
+        from hap.cluster import ClusterSpec
+
+        spec = ClusterSpec.load(cluster)
+        if testbed:
+            _on_testbed(spec, model, hf, batch, seq, optimizer).save(out)
+            print(f"wrote {out}", file=sys.stderr)
+        else:
+            raise typer.Exit(_launch(spec))
+        return
+    _on_ranks(model, hf, batch, seq, cluster, out, cluster_out, optimizer, emulate)
+
+
+def _launch(spec: ClusterSpec) -> int:
+    """The same command once more, on a rank for each device."""
+    command = [sys.executable, "-m", "torch.distributed.run", *launch_arguments(spec, None, None), "-m", "hap"]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run([*command, *sys.argv[1:]], env=environment, check=False).returncode
+
+
+def _on_ranks(
+    model: str | None,
+    hf: str | None,
+    batch: int,
+    seq: int | None,
+    cluster: str | None,
+    out: Path,
+    cluster_out: Path,
+    optimizer: str,
+    emulate: bool,
+) -> None:
+    """What every rank does."""
+    import torch
+    import torch.distributed as dist
+
+    from hap.api import join
+    from hap.cluster import ClusterSpec
+    from hap.runtime.discover import discover
+    from hap.runtime.emulate import NOTICE, slowdowns
+
+    spec = None if cluster is None else ClusterSpec.load(cluster)
+    comm = join(None if spec is None else spec.backend, None)
+    slowdown, said = None, []
+    if emulate:
+        if spec is None:
+            raise HapError("--emulate needs --cluster, the cluster to be played")
+        torch.set_num_threads(1)
+        slowdown, said = slowdowns(spec)[comm.rank], [NOTICE]
+    if spec is None:
+        spec = discover(comm)
+        if comm.rank == 0:
+            shared.write(cluster_out, spec.to_yaml())
+    found = measure_on(comm, spec, (model, hf, batch, seq), optimizer, slowdown, said)
+    if comm.rank == 0:
+        found.save(out)
+        print(f"wrote {out}", file=sys.stderr)
+        print(summary(found))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def measure_on(
+    comm: Communicator,
+    spec: ClusterSpec,
+    named: tuple[str | None, str | None, int, int | None],
+    optimizer: str,
+    slowdown: float | None,
+    said: list[str],
+) -> Profile:
+    """The profile, on every rank. ``named``: the model's arguments; none means the reference models."""
+    from hap.capture import capture
+    from hap.rules.choices import choices
+    from hap.runtime.profile import measure
+    from hap.runtime.profile_reference import reference_graphs
+
+    if named[0] is None and named[1] is None:
+        graphs = list(reference_graphs())
+    else:
+        built = shared.build(*named)
+        graphs = [
+            capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
+        ]
+    able = [(graph, choices(graph).strategies) for graph in graphs]
+    return measure(spec, comm, able, optimizers=(optimizer,), slowdown=slowdown, conditions=said)
+
+
+def _on_testbed(
+    spec: ClusterSpec, model: str | None, hf: str | None, batch: int, seq: int | None, optimizer: str
+) -> Profile:
+    try:
+        from benchmarks.testbed import Testbed
+    except ModuleNotFoundError:
+        raise HapError("--testbed needs a checkout: run it where benchmarks/ is") from None
+    from hap.cost_models.profile import Profile
+
+    with Testbed(spec) as bed:
+        found = bed.run(_bed_rank, spec.to_yaml(), (model, hf, batch, seq), optimizer, timeout=300.0)
+    measured = Profile.model_validate_json(found[0])
+    print(summary(measured))
+    return measured
+
+
+def _bed_rank(rank: int, text: str, named: tuple[str | None, str | None, int, int | None], optimizer: str) -> str:
+    import torch
+    import torch.distributed as dist
+
+    from hap.cluster import ClusterSpec
+    from hap.runtime.collectives import Communicator
+
+    torch.set_num_threads(1)
+    slowdown = float(os.environ["HAP_TESTBED_SLOWDOWN"])
+    said = ["testbed, deadline mode: compute is CPU time x slow-down"]
+    spec = ClusterSpec.from_yaml(text)
+    found = measure_on(Communicator(dist.group.WORLD), spec, named, optimizer, slowdown, said)
+    return str(found.model_dump_json())
+
+
+def summary(found: Profile) -> str:
+    """A few lines: how long, how noisy, how well it fits."""
+    lines = [f"profile of {found.cluster}, {len(found.ranks)} ranks, in {found.seconds_taken:.0f} s"]
+    lines += found.conditions
+    for rank in found.ranks:
+        kind = found.kinds[rank.kind]
+        residual = max((fit.residual for name, fit in kind.fits.items() if "." not in name), default=0.0)
+        lines.append(
+            f"{rank.device}: {len(kind.calls)} calls, spread {rank.spread:.1%}, class fits within {residual:.0%}, "
+            f"in a step {kind.in_step:.2f} times as long"
+        )
+    for link in found.links:
+        rate = f"{link.bytes_per_s * 8 / 1e6:.0f} Mbit/s, {link.latency_s * 1e6:.0f} us, spread {link.spread:.1%}"
+        lines.append(f"rank {link.source} to {link.target}: {rate}")
+    for one in found.collectives:
+        lines.append(f"{one.kind} by {one.decomposition}: fits within {one.residual:.0%}, spread {one.spread:.0%}")
+    return "\n".join(lines)
+
+
+def simulate(
+    plan: PlanArgument,
+    cluster: ClusterOption,
+    model: ModelArgument = None,
+    hf: HuggingFace = None,
+    batch: Batch = 8,
+    seq: SequenceLength = None,
+    profile_file: Annotated[
+        Path | None, typer.Option("--profile", metavar="X.json", help="Measured speeds, by hap profile.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="X.json", help="Write a trace for Perfetto here.")
+    ] = None,
+    as_json: shared.Json = False,
+) -> None:
+    """Play one step of a plan: who computes, who waits, what the critical path is.
+
+    The trace opens in ui.perfetto.dev or chrome://tracing. Needs the plan's model and cluster again.
+
+    Example:  hap simulate gpt2.plan.json train.py:build --cluster cluster.yaml -o trace.json
+    """
+    from hap import api
+    from hap.plan import Plan
+
+    loaded = Plan.load(plan)
+    built = shared.build(model, hf, batch, seq)
+    with shared.working("capturing the model"):
+        timeline = api.simulate(
+            built.model,
+            loaded,
+            cluster,
+            example_inputs=built.example_inputs,
+            example_targets=built.example_targets,
+            loss_fn=built.loss_fn,
+            profile=profile_file,
+        )
+    if out is not None:
+        from hap.report.trace import to_trace
+
+        shared.write(out, to_trace(timeline, loaded.provenance.model))
+    if as_json:
+        shared.print_json(as_data(timeline))
+    else:
+        print(told(timeline))
+
+
+def as_data(timeline: Timeline) -> dict[str, object]:
+    """What a script wants to know."""
+    return {
+        "step_s": timeline.step_s,
+        "devices": timeline.devices,
+        "busy_s": timeline.busy_s,
+        "exposed_s": timeline.exposed_s,
+        "idle_s": timeline.idle_s,
+        "critical_path": [
+            {"rank": s.rank, "name": s.name, "kind": s.kind, "start_s": s.start_s, "end_s": s.end_s}
+            for s in timeline.critical_path
+        ],
+    }
+
+
+def told(timeline: Timeline) -> str:
+    """Each rank's time, and the longest parts of the critical path."""
+    lines = [f"step {1e3 * timeline.step_s:.2f} ms"]
+    rows = zip(timeline.devices, timeline.busy_s, timeline.exposed_s, timeline.idle_s, strict=True)
+    for device, *seconds in rows:
+        busy, exposed, idle = (f"{1e3 * s:.2f} ms ({s / timeline.step_s:.0%})" for s in seconds)
+        lines.append(f"{device}: computes {busy}, communicates {exposed}, waits for others {idle}")
+    path = timeline.critical_path
+    shared_s = sum(s.seconds for s in path if s.rank is None)
+    lines.append(f"critical path: {len(path)} spans, {shared_s / timeline.step_s:.0%} of it collectives; the longest:")
+    for span in sorted(path, key=lambda s: -s.seconds)[:SHOWN]:
+        where = "all ranks" if span.rank is None else timeline.devices[span.rank]
+        lines.append(f"  {1e3 * span.seconds:.3f} ms  {span.kind} {span.name} ({where})")
+    return "\n".join(lines)

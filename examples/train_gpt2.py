@@ -29,6 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import hap
 from hap.cluster import ClusterSpec
+from hap.report.measured import StepLog
 from hap.report.summary import summarize
 from hap.report.words import quantity, seconds
 from hap.runtime import emulate
@@ -47,6 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--keep", metavar="DIR", help="write the measured steps there, for hap report --run DIR")
     parser.add_argument("--check", type=int, default=3, help="steps to repeat on one device and compare")
     arguments = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
@@ -225,6 +227,15 @@ def report(program: HapProgram, record: Record, reference: Record) -> None:
     )
 
 
+def keep(folder: str, program: HapProgram, record: Record) -> None:
+    """The plan and the measured steps: ``hap report DIR/run.plan.json --run DIR``."""
+    log = StepLog(folder)
+    for step, taken in enumerate(record.seconds):
+        log.add(step, taken)
+    program.plan.save(f"{folder}/run.plan.json")
+    print(f"kept in {folder}: hap report {folder}/run.plan.json --run {folder}")
+
+
 def main() -> None:
     arguments = parse_arguments()
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
@@ -253,6 +264,8 @@ def main() -> None:
     record = train(program, data, arguments, throttle)
     if dist.get_rank() == 0:
         report(program, record, one_device(data, arguments, device))
+        if arguments.keep is not None:
+            keep(arguments.keep, program, record)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -22,7 +22,7 @@ import pydantic
 from hap import plan_file
 from hap.errors import PlanError
 from hap.graph import Value
-from hap.placement import GroupSizes, Placement, Shard, parse_placement, verify_sizes
+from hap.placement import GroupSizes, Placement, Shard, parse_placement
 from hap.plan_file import SCHEMA_VERSION
 
 Collective = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
@@ -222,7 +222,7 @@ def verify_plan(plan: Plan, origin: str = "plan") -> None:
 
     try:
         for group in plan.groups.values():
-            verify_sizes(group.sizes, group.n, plan.world_size)
+            _verify_sizes(group, plan.world_size)
         lengths = {name: group.n for name, group in plan.groups.items()}
         for name, text in plan.strategies.items():
             strategy = Strategy.parse(text)
@@ -242,7 +242,17 @@ def verify_plan(plan: Plan, origin: str = "plan") -> None:
                 raise ValueError(f"{c.value}: {c.collective} does not turn {c.source} into {c.target}")
         _verify_lengths(plan)
     except (ValueError, AssertionError) as e:
-        raise PlanError(f"{origin}: {e}") from None
+        raise PlanError(f"{origin}: {' '.join(str(e).split())}") from None
+
+
+def _verify_sizes(group: GroupPlan, world_size: int) -> None:
+    """What ``placement.verify_sizes`` asserts, also where Python drops assertions."""
+    if len(group.sizes) != world_size:
+        raise ValueError(f"{len(group.sizes)} sizes for {world_size} ranks")
+    if min(group.sizes) < 0:
+        raise ValueError(f"sizes must be whole and non-negative: {group.sizes}")
+    if sum(group.sizes) != group.n:
+        raise ValueError(f"sizes {group.sizes} sum to {sum(group.sizes)}, not {group.n}")
 
 
 def _verify_lengths(plan: Plan) -> None:

@@ -38,7 +38,7 @@ def run(
     if not script.is_file():
         raise HapError(f"{script}: no such file")
     launcher = launch_arguments(ClusterSpec.load(cluster), host, master)
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, str(script), "--cluster", cluster]
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--", str(script), "--cluster", cluster]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun sets the same, with a warning
     raise typer.Exit(subprocess.run([*command, *context.args], env=environment, check=False).returncode)
 

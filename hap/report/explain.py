@@ -55,10 +55,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
         else:
             yield "No single improvement of the hardware that was tried would shorten it by half a percent."
     if predicted.gap is not None and predicted.lower_bound_s:
-        yield (
-            f"No plan for this model and cluster can take less than {seconds(predicted.lower_bound_s)} by the same "
-            "cost model, which then counts no communication."
-        )
+        bound = seconds(predicted.lower_bound_s)
+        yield f"By the same cost model no plan for this model and cluster can take less than {bound}."
 
 
 def hourly_price(facts: Facts) -> float | None:

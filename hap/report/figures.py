@@ -29,6 +29,7 @@ OTHERS = ("#7b6fc9", "#c9629b", "#b0a24a", "#2f9e77", "#8a5a44", "#6b7a99")
 LINE = "rgba(140,140,135,0.28)"
 FEW = 16  # devices that the traffic shows one by one
 MOST_LAYERS = 40
+NEAR = 4  # a device's memory is marked where it is at most this many times what is used
 MOST_LABELS = 5
 FAINT = 5e-4  # of a step: shorter bars would not be seen
 
@@ -106,9 +107,13 @@ def _joined(bars: list[tuple[str, float, float, str]], least: float) -> list[tup
 
 
 def memory(facts: Facts, shown: Sequence[int]) -> str:
-    """Bytes of every class at the peak of its fullest device, stacked by kind, with the device's memory."""
+    """Bytes of every class at the peak of its fullest device, stacked by kind; beside each bar what the device has,
+    and a mark there where it is not far off."""
     rows = [facts.devices[i] for i in shown]
     names = [name_of(row) for row in rows]
+    used = [sum(row.memory_by_kind.values()) for row in rows]
+    most = max(used, default=0) or 1
+    scale, unit = next((s, u) for s, u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")) if most >= s)
     figure = go.Figure()
     kinds = dict.fromkeys([*KINDS, *(k for row in rows for k in row.memory_by_kind)])
     for kind in kinds:
@@ -116,27 +121,41 @@ def memory(facts: Facts, shown: Sequence[int]) -> str:
         if any(amounts):
             figure.add_bar(
                 y=names,
-                x=[a / 1e9 for a in amounts],
+                x=[a / scale for a in amounts],
                 orientation="h",
                 name=kind,
                 hovertext=[f"{kind} {quantity(a, 'B')}" for a in amounts],
                 hoverinfo="text",
                 marker={"color": KINDS.get(kind, WAIT), "line": {"width": 0}},
             )
-    capacity = [row.capacity_bytes for row in rows]
     figure.add_scatter(
         y=names,
-        x=[None if c is None else c / 1e9 for c in capacity],
-        mode="markers",
-        name="what it has",
-        hovertext=["" if c is None else f"has {quantity(c, 'B')}" for c in capacity],
-        hoverinfo="text",
-        marker={"symbol": "line-ns", "size": 20, "line": {"width": 2.5, "color": "#8a8982"}},
+        x=[u / scale for u in used],
+        mode="text",
+        text=[f" {_of(u, row.capacity_bytes)}" for u, row in zip(used, rows, strict=True)],
+        textposition="middle right",
+        hoverinfo="skip",
+        showlegend=False,
     )
+    near = [c if c is not None and c <= NEAR * most else None for c in (row.capacity_bytes for row in rows)]
+    if any(near):
+        figure.add_scatter(
+            y=names,
+            x=[None if c is None else c / scale for c in near],
+            mode="markers",
+            name="what it has",
+            hoverinfo="skip",
+            marker={"symbol": "line-ns", "size": 20, "line": {"width": 2.5, "color": "#8a8982"}},
+        )
+    furthest = max([1.3 * most, *(1.03 * c for c in near if c is not None)])
     figure.update_layout(barmode="stack", bargap=0.25)
-    figure.update_xaxes(title="GB", rangemode="tozero")
+    figure.update_xaxes(title=unit, range=[0, furthest / scale])
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
     return _html(figure, 120 + 34 * len(names))
+
+
+def _of(used: int, capacity: int | None) -> str:
+    return quantity(used, "B") + (f" of {quantity(capacity, 'B')}" if capacity else "")
 
 
 def traffic(facts: Facts, shown: Sequence[int]) -> str:
@@ -164,6 +183,7 @@ def traffic(facts: Facts, shown: Sequence[int]) -> str:
             hoverinfo="text",
             xgap=2,
             ygap=2,
+            zmin=0,
             colorscale=[[0.0, "rgba(59,130,196,0.15)"], [1.0, "rgba(59,130,196,0.85)"]],
             colorbar={"title": "bytes", "outlinewidth": 0, "tickformat": ".2s"},
         )

@@ -59,8 +59,12 @@ class StepLog:
         """Time the body as one step. CUDA work counts once the body has waited for it (reading the loss does)."""
         start = time.perf_counter()
         yield
+        self.add(number, time.perf_counter() - start)
+
+    def add(self, number: int, seconds: float) -> None:
+        """A step that was timed already."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(f"{number},{time.perf_counter() - start:.6g}\n")
+            file.write(f"{number},{seconds:.6g}\n")
 
 
 def load_run(folder: Path) -> Measured:

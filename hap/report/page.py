@@ -94,7 +94,7 @@ def _sections(facts: Facts, shown: tuple[int, ...], measured: Measured | None) -
         "What every device does in one step; those that do the same are one row. Drag to zoom, click twice to return."
     )
     yield _figure("Timeline", words, draw.timeline(facts, shown))
-    words = "At its peak, by what takes it. The line is what the device has."
+    words = "At its peak, by what takes it; a grey mark is where a device is full."
     yield _figure("Memory", words, draw.memory(facts, shown))
     together = "" if facts.plan.world_size <= draw.FEW else ", all devices of a class together"
     words = f"Bytes from row to column in one step{together}."

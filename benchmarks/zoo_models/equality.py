@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import hap
+from benchmarks.testbed.errors import RankError
 from benchmarks.testbed.ranks import Seat, free_port, run_function
 from benchmarks.zoo_models import find
 from benchmarks.zoo_models.case import Case
@@ -67,8 +68,9 @@ def check(name: str) -> Equality:
         for label, plan in made.items():
             found = run_function(_seats(), _step, (name, plan.to_json()), DEADLINE_S)[0]
             errors[label] = worst_error(_unpacked(found), expected)
-    except (HapError, RuntimeError) as e:
-        why = f"{type(e).__name__}: {str(e).splitlines()[-1]}"
+    except (HapError, RankError, RuntimeError) as e:
+        said = [line for line in str(e).splitlines() if "Error:" in line] or str(e).splitlines()
+        why = f"{type(e).__name__}: {said[-1]}"
         return Equality(name, errors, time.monotonic() - began, failure=why)
     return Equality(name, errors, time.monotonic() - began, shared)
 

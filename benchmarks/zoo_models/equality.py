@@ -56,7 +56,7 @@ class Equality:
 
 def check(name: str) -> Equality:
     """Every plan of ``plans`` on three ranks."""
-    began, errors = time.monotonic(), {}
+    began, errors, shared = time.monotonic(), {}, 0.0
     case = find(name).build("small")
     try:
         graph = capture(case.model, case.inputs, loss_fn=case.loss_fn, example_targets=case.targets, name=name)
@@ -71,7 +71,7 @@ def check(name: str) -> Equality:
     except (HapError, RankError, RuntimeError) as e:
         said = [line for line in str(e).splitlines() if "Error:" in line] or str(e).splitlines()
         why = f"{type(e).__name__}: {said[-1]}"
-        return Equality(name, errors, time.monotonic() - began, failure=why)
+        return Equality(name, errors, time.monotonic() - began, shared, why)
     return Equality(name, errors, time.monotonic() - began, shared)
 
 

@@ -1,6 +1,6 @@
 """Golden plans: a plan made today against one kept in the repository.
 
-Three things can be wrong: the predicted step got longer, some rank needs more memory, or the two cannot be compared
+Three things can be wrong: the predicted step got longer, the fullest device got fuller, or the two cannot be compared
 (another cluster, or no golden plan). A changed model is compared all the same: that is what the guard is for. Used by
 the ``hap_plan`` fixture (``hap.testing``) and by ``hap check``.
 """
@@ -17,6 +17,7 @@ import yaml
 from hap.errors import HapError
 from hap.plan import Plan
 from hap.report.diff import diff
+from hap.report.facts import Facts
 from hap.report.words import quantity, seconds
 
 SAME = "the same plan"  # what diff says of equal plans
@@ -69,16 +70,29 @@ def _reasons(golden: Plan, found: Plan, step: float, memory: float) -> list[str]
     if after > before * (1 + step + SLACK):
         grown = f"by {after / before - 1:.1%}, " if before else ""
         reasons.append(f"the step grew {grown}from {seconds(before)} to {seconds(after)} (at most {step:.1%} allowed)")
-    pairs = zip(golden.predicted.memory_bytes, found.predicted.memory_bytes, strict=True)
-    worst = max(enumerate(pairs), key=lambda p: p[1][1] / max(1, p[1][0]))
-    rank, (held, holds) = worst
-    if holds > held * (1 + memory + SLACK):
-        grown = f"by {holds / held - 1:.1%}, " if held else ""
+    (_, was), (rank, now_is) = _fullest(golden), _fullest(found)
+    if now_is > was * (1 + memory + SLACK):
+        grown = f"by {now_is / was - 1:.1%}, " if was else ""
+        held, holds = max(golden.predicted.memory_bytes), found.predicted.memory_bytes[rank]
+        words = (
+            f"from {100 * was:.3g}% to {100 * now_is:.3g}% of its memory"
+            if found.explanation
+            else (f"from {quantity(held, 'B')} to {quantity(holds, 'B')}")
+        )
         reasons.append(
-            f"memory of {found.devices[rank]} grew {grown}from {quantity(held, 'B')} to {quantity(holds, 'B')} "
-            f"(at most {memory:.1%} allowed)"
+            f"the fullest device, now {found.devices[rank]}, is fuller {grown}{words} (at most {memory:.1%} allowed)"
         )
     return reasons
+
+
+def _fullest(plan: Plan) -> tuple[int, float]:
+    """(rank, how full) of the device that comes closest to its memory; of the largest use where the plan does not say
+    what devices have."""
+    cluster = Facts(plan).cluster
+    used = plan.predicted.memory_bytes
+    full = [u / (cluster.devices[r].memory_bytes if cluster else 1) for r, u in enumerate(used)]
+    rank = max(range(len(full)), key=lambda r: full[r])
+    return rank, full[rank]
 
 
 class Entry(pydantic.BaseModel):

@@ -1,4 +1,4 @@
-"""A proved lower bound of the cost model's step time, over all strategies and all share vectors.
+"""What computing takes at least, over all strategies and all share vectors, by the cost model.
 
 For weights w >= 0 of the ranks that sum to 1, a step takes at least the weighted mean of the ranks' compute times:
 
@@ -17,8 +17,7 @@ make the bound largest are found by an LP (``best_weights``, GLOP); any weights 
 solver: ``node_bound`` is evaluated anew in plain arithmetic. With one op class and equal intercepts the best weights
 are proportional to speed, and the bound is ``(A + n B) / sum(speed)`` of feasibility.md section 5.
 
-Assumptions: the cost model's numbers; communication and memory are not in the bound, so where they bind the gap is
-wide.
+Communication is not in it: ``relaxation`` adds what it can prove, with these weights and lines.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from ortools.math_opt.python import mathopt
 
+from hap.cluster import ClusterSpec
 from hap.cost_models.compute import parts_coefficients, parts_seconds
 from hap.fabric import Array
 from hap.hosts import Device
@@ -60,10 +60,13 @@ class Bound:
         assert total > 0 and min(weights) >= 0, f"not weights: {tuple(weights)}"
         scaled = np.array(weights) / total
         many = scaled * np.array(self.counts)
-        return float(sum(count * min(_line_bound(line, scaled, many) for line in lines) for lines, count in self.menus))
+        return float(
+            sum(count * min(line_seconds(line, scaled, many) for line in lines) for lines, count in self.menus)
+        )
 
 
-def _line_bound(line: Line, weight: Array, many: Array) -> float:
+def line_seconds(line: Line, weight: Array, many: Array) -> float:
+    """What a line takes at least: ``weight`` (C,) of one device of a class, ``many`` (C,) of all of them together."""
     return float(many @ np.array(line.fixed) + (weight * np.array(line.slope)).min())
 
 
@@ -100,22 +103,28 @@ def best_weights(bound: Bound) -> tuple[float, ...]:
     return tuple(max(0.0, values[w]) for w in weights)
 
 
-def make_bound(facts: Facts) -> Bound:
-    """The bound's lines of every node under every strategy that was a candidate, on one device of every class."""
+def device_classes(cluster: ClusterSpec) -> tuple[tuple[Device, ...], tuple[int, ...]]:
+    """One device of every kind that computes alike, and how many there are of each."""
     kinds: dict[object, list[Device]] = {}
-    for d in facts.cluster.devices:
+    for d in cluster.devices:
         numbers = (tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s)
         kinds.setdefault(numbers, []).append(d)
-    devices = tuple(same[0] for same in kinds.values())
+    return tuple(same[0] for same in kinds.values()), tuple(len(same) for same in kinds.values())
+
+
+def make_bound(facts: Facts) -> Bound:
+    """The bound's lines of every node under every strategy that was a candidate, on one device of every class."""
+    devices, counts = device_classes(facts.cluster)
     menus: dict[tuple[Line, ...], int] = {}
     for name, strategies in facts.candidates.items():
-        lines = tuple(dict.fromkeys(_line(facts, name, s, devices) for s in strategies))
+        lines = tuple(dict.fromkeys(node_line(facts, name, s, devices) for s in strategies))
         if not any(all(f == 0 for f in line.fixed) and all(s == 0 for s in line.slope) for line in lines):
             menus[lines] = menus.get(lines, 0) + 1
-    return Bound(tuple(menus.items()), tuple(len(same) for same in kinds.values()))
+    return Bound(tuple(menus.items()), counts)
 
 
-def _line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Device]) -> Line:
+def node_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Device]) -> Line:
+    """The line of one node under one strategy on devices of these kinds."""
     if facts.graph.by_name[name].is_source:
         return _update_line(facts, name, strategy, devices)
     parts = facts.parts(name, strategy)
@@ -134,11 +143,3 @@ def _update_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[
     seconds = facts.update_s(name, strategy, everything)
     whole, nothing = tuple(float(seconds[d.rank]) for d in devices), (0.0,) * len(devices)
     return Line(nothing, whole) if isinstance(placement, Shard) else Line(whole, nothing)
-
-
-def lower_bound_s(facts: Facts) -> float | None:
-    """The bound in seconds with the best weights; None where it is not proved: a measured device has no roofline."""
-    if any(type(d) is not Device for d in facts.cluster.devices):
-        return None
-    bound = make_bound(facts)
-    return bound.seconds(best_weights(bound)) if bound.menus else 0.0

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from hap.graph import Graph, Node, Phase, Value, map_values
 from hap.placement import REPLICATE, Placement, Shard
 from hap.plan import Strategy
 
+K = TypeVar("K")
 RADIUS = 4
 NUMBERED = frozenset({("hap.dropout.default", 3)})  # (operator, argument): a serial number, which costs nothing
 HOME = -1  # position of a need that is the placement of a parameter's or buffer's own output
@@ -77,7 +79,7 @@ class Classes:
 
 def find_classes(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) -> Classes:
     """The node and value classes of a graph under its candidates. Deterministic: first appearance orders all."""
-    of = _refine(graph, candidates, radius)
+    of = find_colours(graph, candidates, radius=radius)[-1]
     members: dict[int, list[str]] = {}
     for node in graph.nodes:
         members.setdefault(of[node.name], []).append(node.name)
@@ -85,35 +87,74 @@ def find_classes(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) 
     return Classes(nodes, of, _value_classes(graph, candidates, of), _together(graph, candidates, of))
 
 
-def _refine(graph: Graph, candidates: Candidates, radius: int) -> dict[str, int]:
-    homes = {n.target: n.name for n in graph.nodes if n.op in ("parameter", "buffer")}
-    ends = [(value, homes[t]) for t, value in (*graph.gradients.items(), *graph.updates.items())]
-    readers: dict[str, list[tuple[str, int, int]]] = {n.name: [] for n in graph.nodes}
-    home_of: dict[str, list[tuple[str, int]]] = {n.name: [] for n in graph.nodes}
+@dataclass(frozen=True)
+class Read:
+    """``value`` is read by ``reader`` at a tensor argument, or must end where that source lives (``HOME``), or is the
+    loss (no reader), in one of the placements ``wants``. ``number``: which of the value's distinct wants this is."""
+
+    value: Value
+    reader: str | None
+    position: int
+    phase: Phase
+    wants: tuple[Placement, ...]
+    number: int
+
+
+def find_reads(graph: Graph, candidates: Candidates) -> dict[Value, tuple[Read, ...]]:
+    """Every read of every value, in program order; those of results last."""
+    found: dict[Value, list[tuple[str | None, int, Phase, tuple[Placement, ...]]]] = {}
     for node in graph.nodes:
         for position, value in enumerate(node.inputs):
-            readers[value.node].append((node.name, position, value.index))
-    for value, home in ends:
-        readers[value.node].append((home, HOME, value.index))
-        home_of[home].append((value.node, value.index))
+            wants = tuple(s.inputs[position] for s in candidates[node.name])
+            found.setdefault(value, []).append((node.name, position, node.phase, wants))
+    homes = {n.target: n.name for n in graph.nodes if n.op in ("parameter", "buffer")}
+    found.setdefault(graph.loss, []).append((None, HOME, graph.by_name[graph.loss.node].phase, (REPLICATE,)))
+    for target, value in (*graph.gradients.items(), *graph.updates.items()):
+        wants = tuple(s.outputs[0] for s in candidates[homes[target]])  # type: ignore[misc]
+        found.setdefault(value, []).append((homes[target], HOME, graph.by_name[value.node].phase, wants))
+    reads: dict[Value, tuple[Read, ...]] = {}
+    for value, users in found.items():
+        numbers: dict[object, int] = {}
+        reads[value] = tuple(Read(value, *user, numbers.setdefault(user[3], len(numbers))) for user in users)
+    return reads
+
+
+def find_colours(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) -> tuple[Mapping[str, int], ...]:
+    """Node -> colour, after 0, 1, ..., ``radius`` rounds of refinement; after each, a colour says the colours of the
+    round before of all that a node reads and is read by, and which of the placements on the way are equal."""
+    reads = find_reads(graph, candidates)
+    labels = _number((v, (_pattern(candidates, v, r), v.index)) for v, r in reads.items())
+    inputs: dict[str, list[tuple[str, int, int, int]]] = {n.name: [] for n in graph.nodes}
+    readers: dict[str, list[tuple[str, int, int, int]]] = {n.name: [] for n in graph.nodes}
+    for value, users in reads.items():
+        for read in users:
+            if read.reader is not None:
+                inputs[read.reader].append((value.node, read.position, labels[value], read.number))
+                readers[value.node].append((read.reader, read.position, labels[value], read.number))
     colour = _number((n.name, _first_colour(graph, n, candidates[n.name])) for n in graph.nodes)
+    rounds = [colour]
     for _ in range(radius):
-        refined = _number(
+        colour = _number(
             (
                 n.name,
                 (
                     colour[n.name],
-                    tuple((colour[v.node], v.index) for v in n.inputs),
-                    tuple(sorted((colour[r], position, index) for r, position, index in readers[n.name])),
-                    tuple(sorted((colour[r], index) for r, index in home_of[n.name])),
+                    tuple(sorted((colour[p], *edge) for p, *edge in inputs[n.name])),
+                    tuple(sorted((colour[r], *edge) for r, *edge in readers[n.name])),
                 ),
             )
             for n in graph.nodes
         )
-        if max(refined.values()) == max(colour.values()):
-            break
-        colour = refined
-    return colour
+        rounds.append(colour)
+    return tuple(rounds)
+
+
+def _pattern(candidates: Candidates, value: Value, reads: Sequence[Read]) -> object:
+    """The placements that a value can be produced in and those that it is wanted in, groups renamed."""
+    produced = [s.outputs[value.index] for s in candidates[value.node]]
+    wanted = {read.number: read.wants for read in reads}
+    flat = [*produced, *(p for number in sorted(wanted) for p in wanted[number])]
+    return rename_groups(flat), tuple(len(w) for w in wanted.values())
 
 
 def _first_colour(graph: Graph, node: Node, strategies: Sequence[Strategy]) -> object:
@@ -143,7 +184,7 @@ def rename_groups(placements: Iterable[Placement | None]) -> tuple[Placement | N
     return tuple(renamed)
 
 
-def _number(keyed: Iterable[tuple[str, object]]) -> dict[str, int]:
+def _number(keyed: Iterable[tuple[K, object]]) -> dict[K, int]:
     numbers: dict[object, int] = {}
     return {name: numbers.setdefault(key, len(numbers)) for name, key in keyed}
 
@@ -163,7 +204,8 @@ def _together(
 def _value_classes(graph: Graph, candidates: Candidates, of: Mapping[str, int]) -> tuple[ValueClass, ...]:
     found: dict[object, list[tuple[Value, tuple[Placement, ...], tuple[tuple[Placement, ...], ...]]]] = {}
     shape: dict[object, tuple[int, tuple[Slot, ...]]] = {}
-    for value, reads in _reads(graph, candidates, of).items():
+    for value, users in find_reads(graph, candidates).items():
+        reads = _slots(users, of)
         produced = tuple(s.outputs[value.index] for s in candidates[value.node])
         assert None not in produced, f"{value} has no placement"
         slots, needed = tuple(slot for slot, _ in reads), tuple(need for _, need in reads)
@@ -177,27 +219,18 @@ def _value_classes(graph: Graph, candidates: Candidates, of: Mapping[str, int]) 
     )
 
 
-def _reads(
-    graph: Graph, candidates: Candidates, of: Mapping[str, int]
-) -> dict[Value, list[tuple[Slot, tuple[Placement, ...]]]]:
-    """Every value's distinct slots with the placements they want, sorted by slot, ties in program order."""
-    reads: dict[Value, dict[tuple[Slot, tuple[Placement, ...]], None]] = {}
-    for node in graph.nodes:
-        for position, value in enumerate(node.inputs):
-            wants = tuple(s.inputs[position] for s in candidates[node.name])
-            reads.setdefault(value, {})[Slot(of[node.name], position, node.phase), wants] = None
-    homes = {n.target: n.name for n in graph.nodes if n.op in ("parameter", "buffer")}
-    reads.setdefault(graph.loss, {})[Slot(None, HOME, graph.by_name[graph.loss.node].phase), (REPLICATE,)] = None
-    for target, value in (*graph.gradients.items(), *graph.updates.items()):
-        home = homes[target]
-        wants = tuple(s.outputs[0] for s in candidates[home])  # type: ignore[misc]
-        reads.setdefault(value, {})[Slot(of[home], HOME, graph.by_name[value.node].phase), wants] = None
+def _slots(reads: Sequence[Read], of: Mapping[str, int]) -> list[tuple[Slot, tuple[Placement, ...]]]:
+    """A value's distinct slots with the placements they want, sorted by slot, ties in program order."""
+    found: dict[tuple[Slot, tuple[Placement, ...]], None] = {}
+    for read in reads:
+        reader = None if read.reader is None else of[read.reader]
+        found[Slot(reader, read.position, read.phase), read.wants] = None
 
     def order(entry: tuple[Slot, tuple[Placement, ...]]) -> tuple[int, int, str]:
         slot = entry[0]
         return (-1 if slot.reader is None else slot.reader, slot.position, slot.phase)
 
-    return {value: sorted(slots, key=order) for value, slots in reads.items()}
+    return sorted(found, key=order)
 
 
 def find_bundles(classes: Classes, candidates: Candidates) -> tuple[tuple[str, ...], ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,13 +27,13 @@ from hap.placement import REPLICATE, GroupSizes, Shard, Sizes
 from hap.plan import Plan, Strategy
 from hap.rules.choices import Choices, replicated
 from hap.search.assemble import assemble_plan, used_groups
-from hap.search.bound import lower_bound_s
 from hap.search.classes import Classes, find_bundles, find_classes
 from hap.search.infeasible import why_infeasible
 from hap.search.milp import Choice, choose, make_skeleton
 from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts
 from hap.search.ratios import Shares, best_shares
+from hap.search.relaxation import lower_bound
 from hap.search.rounding import improve, round_shares
 from hap.search.tables import Prices, Tables
 
@@ -54,12 +54,15 @@ class Limits:
 
 
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger
-BEHIND = 1.15  # a start whose first round is this much slower than the best so far is given up
-LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, 0, False), "normal": Limits(5, 3, 1000, 60, 20_000, True)}
+BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
+LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, 0, False), "normal": Limits(4, 3, 1000, 60, 20_000, True)}
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
 EVERYTHING = 0.9  # of a step's calls scale with the share at least; the rest is launches and replicated operands
+TYPICAL_BYTES = 1 << 24  # of a parameter, for which links and latency are weighed
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 INPUT_TOLERANCE = 0.02  # of the step: what dealing out the inputs may cost
+CLOSE = 0.005  # of the bound: no further start is made
+COARSE = 16  # atoms per rank: below, single ones are moved
 WAITING = 0.05  # of the step, in which the busiest rank waits for others: from here on, the other estimate is asked
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
 
@@ -79,6 +82,13 @@ class Found:
     def cost(self) -> tuple[float, float]:
         """(bytes that do not fit, seconds)."""
         return overflow_bytes(self.evaluation), self.evaluation.step_s
+
+
+class Start(NamedTuple):
+    """Shares of the groups that inputs can be sharded in, and of all others: who works, and who stores."""
+
+    working: Shares
+    storing: Shares
 
 
 def overflow_bytes(evaluation: Evaluation) -> int:
@@ -145,7 +155,8 @@ class Search:
                 name: _whole(options, replicated(self.graph.by_name[name])) for name, options in candidates.items()
             }
         self.facts = Facts(self.graph, candidates, self.cluster, self.optimizer)
-        self.bound_s = lower_bound_s(self.facts)
+        self.lower = lower_bound(self.facts)
+        self.bound_s = None if self.lower is None else self.lower.seconds
         self.classes: Classes = find_classes(self.graph, candidates)
         self.fixed: Mapping[str, Sizes] = self._fixed_sizes()
         self.bundles = self._bundles()
@@ -183,32 +194,40 @@ class Search:
             raise InfeasibleError(why_infeasible(self.facts, closest, pinned=self.pins != Pins()))
         return best
 
-    def _try(self, starts: Sequence[Shares], best: Found | None, *, regather: bool) -> Found | None:
+    def _try(self, starts: Sequence[Start], best: Found | None, *, regather: bool) -> Found | None:
         """The best of ``best`` and what the rounds from every start find that may be better."""
-        for shares in starts:
-            if best is not None and best.cost[0] == 0 and self._is_hopeless(shares, best):
-                continue
+        for start in starts:
+            if best is not None and best.cost[0] == 0:
+                if best.evaluation.step_s * (1 - CLOSE) <= (self.bound_s or 0.0):
+                    break
+                if self._is_hopeless(start, best):
+                    continue
             self.starts += 1
-            left_out = tuple(r for r, s in enumerate(shares) if s == 0)
-            best = self._rounds(self._round({}, shares), left_out, best, regather=regather)
+            left_out = tuple(r for r, (s, t) in enumerate(zip(*start, strict=True)) if s == 0 and t == 0)
+            best = self._rounds(self._round({}, *start), left_out, best, regather=regather)
         return best
 
-    def _is_hopeless(self, shares: Shares, best: Found) -> bool:
+    def _is_hopeless(self, start: Start, best: Found) -> bool:
         """Even with everything dealt out, the ranks that get a share would compute for longer than the best step."""
-        speed = (1.0 / self.whole_s)[np.array(shares) > 0]
+        speed = (1.0 / self.whole_s)[np.array(start.working) > 0]
         return float(1.0 / speed.sum()) * EVERYTHING > best.evaluation.step_s
 
-    def _starts(self) -> list[Shares]:
+    def _starts(self) -> list[Start]:
         """Share vectors to begin from, most promising first."""
         devices = self.cluster.devices
         speed = 1.0 / self.whole_s
         memory = np.array([d.memory_bytes for d in devices], dtype=np.float64)
-        vectors = [speed, memory, np.ones(len(devices))]
-        for slow in sorted({round(float(s), 12) for s in speed / speed.max()})[:-1]:
-            vectors.append(np.where(speed / speed.max() > slow + 1e-9, speed, 0.0))
+        largest = max((n.meta.nbytes for n in self.graph.sources("parameter")), default=0)
+        storing = self.facts.wires.cheapest_shares(min(largest, TYPICAL_BYTES))
+        vectors = [] if storing is None else [(speed, storing)]
+        for slow in sorted({round(float(s), 12) for s in speed / speed.max()})[-2::-1]:
+            fast = np.where(speed / speed.max() > slow + 1e-9, speed, 0.0)
+            vectors.append((fast, fast if storing is None else storing))
+        vectors += [(speed, speed), (memory, memory), (np.ones(len(devices)),) * 2]
         if len(self.fixed) == len(self.choices.groups):
             vectors = vectors[:1]
-        return list(dict.fromkeys(tuple((v / v.sum()).tolist()) for v in vectors))[: self.limits.starts]
+        starts = [Start(*(tuple((v / v.sum()).tolist()) for v in pair)) for pair in vectors]
+        return list(dict.fromkeys(starts))[: self.limits.starts]
 
     @cached_property
     def whole_s(self) -> Array:
@@ -229,6 +248,9 @@ class Search:
             self.rounds += 1
             chosen = self._strategies(sizes, regather, left_out, best=best)
             if chosen is None:
+                break
+            if best is not None and chosen.choice.objective_s > BEHIND * best.choice.objective_s:
+                best = min(best, chosen, key=lambda f: f.cost)
                 break
             reshared = self._reshare(chosen)
             cost = min(chosen.cost, reshared.cost)
@@ -346,17 +368,34 @@ class Search:
         )
         if not shares:
             return found
-        mean = tuple(np.mean(list(shares.values()), axis=0).tolist())
-        sizes = self._round(shares, mean)
+        sizes = self._round(shares, *self._means(shares, found.sizes))
         evaluation = self._judge(found.strategies, sizes, found.regather)
         return Found(found.strategies, sizes, found.regather, found.left_out, evaluation, found.choice)
 
-    def _round(self, shares: Mapping[str, Shares], otherwise: Shares) -> dict[str, Sizes]:
-        """Sizes of every group: pinned, or rounded from its own shares, or from those of the others."""
+    def _means(self, shares: Mapping[str, Shares], sizes: GroupSizes) -> Start:
+        """For the groups that the LP did not see: the mean of those it did, of either kind; else what they had."""
+        kinds = []
+        for working in (True, False):
+            known = [s for name, s in shares.items() if (name in self.of_inputs) == working]
+            known = known or [s for name, s in sizes.items() if (name in self.of_inputs) == working]
+            known = known or list(shares.values())
+            ratios = [np.array(s, dtype=np.float64) / sum(s) for s in known]
+            kinds.append(tuple(np.mean(ratios, axis=0).tolist()))
+        return Start(*kinds)
+
+    def _round(self, shares: Mapping[str, Shares], working: Shares, storing: Shares) -> dict[str, Sizes]:
+        """Sizes of every group: pinned, or rounded from its own shares, or from those of its kind."""
+        otherwise = {name: working if name in self.of_inputs else storing for name in self.choices.groups}
         return {
-            name: self.fixed[name] if name in self.fixed else round_shares(shares.get(name, otherwise), group.n)
+            name: self.fixed[name] if name in self.fixed else round_shares(shares.get(name, otherwise[name]), group.n)
             for name, group in self.choices.groups.items()
         }
+
+    @cached_property
+    def of_inputs(self) -> frozenset[str]:
+        """The groups that inputs can be sharded in."""
+        placements = (s.outputs[0] for n in self.graph.sources("input") for s in self.facts.candidates[n.name])
+        return frozenset(p.group for p in placements if isinstance(p, Shard))
 
     def _judge(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, regather: bool) -> Evaluation:
         needs = find_needs(self.graph, strategies, regather=regather)
@@ -371,7 +410,8 @@ class Search:
     def _polish(self, found: Found) -> Found:
         """Single atoms moved between ranks, in the groups that are used and free."""
         used = used_groups(found.strategies.values())
-        bundles = [b for b in self.bundles if set(b) & set(used)]
+        coarse = COARSE * self.cluster.world_size
+        bundles = [b for b in self.bundles if set(b) & set(used) and self.choices.groups[b[0]].n < coarse]
         moves = min(self.limits.moves, self.limits.work // len(self.graph.nodes))
         if not bundles or not moves:
             return found

@@ -1,7 +1,7 @@
 """The best shares at fixed strategies: a linear program (GLOP), one share vector per bundle of groups.
 
-Symbols: bundle b (groups that correspond in equal layers), class r of ranks that could change places (the program is
-convex, so some best shares are equal within a class), |r| its ranks, stage k (what runs between two collectives; the
+Symbols: bundle b (groups that correspond in equal layers), class r of ranks that are alike and have something of the
+same bundles now (they get equal shares), |r| its ranks, stage k (what runs between two collectives; the
 last one with the optimizer's update), conversion m, node i with group b(i), ``fixed`` and ``slope`` its line on the
 device of r (``parts_coefficients``, a tangent of the roofline at the present share).
 
@@ -87,7 +87,9 @@ class _Program:
     regather: bool
 
     def __post_init__(self) -> None:
-        self.classes = RankClasses.find(self.facts.cluster, apart=self.left_out)
+        used = [np.array(self.sizes[bundle[0]]) > 0 for bundle in self.bundles]
+        labels = [(r in self.left_out, *(bool(u[r]) for u in used)) for r in range(self.facts.cluster.world_size)]
+        self.classes = RankClasses.find(self.facts.cluster, labels)
         self.counts, self.n = self.classes.counts, len(self.classes.counts)
         self.out = np.array([r in self.left_out for r in self.classes.first])
         self.here = {g: self.classes.mean(np.array(s, dtype=np.float64) / sum(s)) for g, s in self.sizes.items()}

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from ortools.math_opt.python import mathopt
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective import CollectiveForm, candidates, collective_coefficients, collective_seconds, shares
@@ -24,6 +25,7 @@ from hap.plan import Collective
 
 GRID = (0, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
 MOST_RANKS = 128
+MOST_APART = 64
 _SHARD = Shard(0, 1, 1, 1, "any")  # forms depend on whether a placement is a shard, not on which
 
 
@@ -63,8 +65,8 @@ class RankClasses:
     of: tuple[int, ...]
 
     @classmethod
-    def find(cls, cluster: ClusterSpec, apart: Sequence[int] = ()) -> RankClasses:
-        """``apart``: ranks that form classes of their own, as they are left out."""
+    def find(cls, cluster: ClusterSpec, labels: Sequence[object] | None = None) -> RankClasses:
+        """``labels``: one per rank; ranks with different ones are kept apart."""
         special = [name for path in cluster.links for name in (path.source, path.target)]
         within: dict[str, list[object]] = {h.name: [] for h in cluster.hosts}
         for device in cluster.devices:
@@ -74,7 +76,9 @@ class RankClasses:
             network = None if h.network is None else h.network.duplex
             places[h.name] = tuple(within[h.name]), h.inside, network, h.name if h.name in special else ""
         numbers: dict[object, int] = {}
-        keys = [(device_numbers(d), places[d.host], d.rank in apart) for d in cluster.devices]
+        keys = [
+            (device_numbers(d), places[d.host], None if labels is None else labels[d.rank]) for d in cluster.devices
+        ]
         return cls(tuple(numbers.setdefault(key, len(numbers)) for key in keys))
 
     @cached_property
@@ -172,3 +176,32 @@ class Wires:
         if self.columns is not None:
             rho, sigma = self.columns.mean(rho), self.columns.mean(sigma)
         return [self.form(kind, name, nbytes).seconds(rho, sigma) for name in self.names(kind)]
+
+    def cheapest_shares(self, nbytes: int) -> Array | None:
+        """Shares (N,) at which gathering and reduce-scattering a value of ``nbytes`` together takes least: who stores
+        what all need. None for a single rank. A ring is shortest where few own all, so alike ranks may differ, if there
+        are no more than ``MOST_APART``."""
+        n = self.cluster.world_size
+        if n == 1:
+            return None
+        classes = RankClasses.find(self.cluster, range(n) if n <= MOST_APART else None)
+        found = [self._cheapest("all_gather", name, nbytes, classes) for name in self.names("all_gather")]
+        return classes.spread(min(found, key=lambda f: f[0])[1])
+
+    def _cheapest(self, kind: Collective, name: str, nbytes: int, classes: RankClasses) -> tuple[float, Array]:
+        """(seconds, shares of the classes (C,)) by an LP over the rows of the form."""
+        whole = collective_coefficients(kind, name, nbytes, _SHARD, REPLICATE, self.cluster)
+        form, model = reduce_form(whole, classes), mathopt.Model(name="cheapest")
+        rho = [model.add_variable(lb=0, ub=1) for _ in classes.counts]
+        model.add_linear_constraint(sum(float(k) * v for k, v in zip(classes.counts, rho, strict=True)) == 1)
+        tops = [model.add_variable(lb=0) for _ in form.stages]
+        for top, rows in zip(tops, form.stages, strict=True):
+            for constant, row in zip(rows.constant.tolist(), rows.source.tolist(), strict=True):
+                model.add_linear_constraint(
+                    top >= 1e3 * constant + sum(1e3 * k * v for k, v in zip(row, rho, strict=True))
+                )
+        model.minimize(sum(tops))
+        result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=1))
+        assert result.has_primal_feasible_solution(), "some rank can store it"
+        values = result.variable_values()
+        return form.constant_s + result.objective_value() / 1e3, np.array([max(0.0, values[v]) for v in rho])

@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from hap.cost_models.evaluate import evaluate
-from hap.search.bound import Bound, Line, best_weights, lower_bound_s, make_bound
+from hap.search.bound import Bound, Line, best_weights, make_bound
 from hap.search.prices import Facts
+from hap.search.relaxation import lower_bound
 from hap.search.rounding import round_shares
 from tests.search.models import cluster, mlp
 
@@ -29,7 +30,7 @@ def test_below_every_plan_of_a_tiny_model() -> None:
     found, devices = mlp(batch=4, width=4, layers=1), cluster((1, "1GB"), (2, "1GB"), memory_bandwidth="1GB/s")
     graph = found.graph
     facts = Facts(graph, found.strategies, devices, "adamw")
-    bound = lower_bound_s(facts)
+    bound = lower_bound(facts).seconds
     assert bound > 0
     busy = [n.name for n in graph.nodes if n.op.startswith("aten.mm")]
     least = float("inf")

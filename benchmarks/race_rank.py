@@ -34,7 +34,8 @@ BLOCK = 2  # steps of one contestant in a round, after one that is not counted
 
 class Result(NamedTuple):
     """One contestant on one rank. ``compute_s``: what its compute takes on its device, a step. ``held_bytes``:
-    parameters, gradients and optimizer state. ``losses``: of the first steps, this rank's part of the global batch's."""
+    parameters, gradients and optimizer state. ``losses``: of the first steps, this rank's part of the global batch's.
+    """
 
     steps_s: tuple[float, ...]
     compute_s: float

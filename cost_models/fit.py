@@ -102,7 +102,8 @@ def _by_size(affine: Array, ratios: Array) -> tuple[tuple[float, ...], tuple[flo
     if len(affine) < BINS * PER_BIN:
         return (), ()
     order = np.argsort(affine, kind="stable")
-    sizes, factors = [], []
+    sizes: list[float] = []
+    factors: list[float] = []
     for part in np.array_split(order, BINS):
         size = float(np.exp(np.log(affine[part]).mean()))
         if not sizes or size > sizes[-1]:

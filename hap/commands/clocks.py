@@ -147,7 +147,7 @@ def _on_testbed(
     spec: ClusterSpec, model: str | None, hf: str | None, batch: int, seq: int | None, optimizer: str
 ) -> Profile:
     try:
-        from benchmarks.testbed import Testbed
+        from benchmarks.testbed import Testbed  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         raise HapError("--testbed needs a checkout: run it where benchmarks/ is") from None
     from hap.cost_models.profile import Profile

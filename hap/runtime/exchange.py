@@ -92,8 +92,14 @@ def scatter_padded(flat: torch.Tensor, lengths: Sequence[int], group: dist.Proce
 
 
 def as_bytes(piece: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as a flat ``uint8`` tensor: a view if it is contiguous."""
-    return piece.contiguous().reshape(-1).view(torch.uint8)
+    """The tensor's memory as a flat ``uint8`` tensor: a view if it is contiguous.
+
+    A single element counts as contiguous whatever its stride, but only one with stride 1 can be viewed as bytes.
+    """
+    flat = piece.contiguous().reshape(-1)
+    if flat.numel() == 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:

@@ -147,7 +147,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+        order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d))
         repeated = tuple(d for d in range(tensor.dim()) if tensor.stride(d) == 0 and tensor.shape[d] > 1)
         return cls(tuple(order), repeated)
 

@@ -14,6 +14,7 @@ from hap.errors import ProgramError
 from hap.plan import Collective
 from hap.routes import Way
 from hap.runtime.collectives import Communicator, Pending
+from hap.runtime.exchange import as_bytes
 from tests._support.ranks import RankError, run_ranks
 
 DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
@@ -174,6 +175,10 @@ def nobody_holds_anything_but_rank_one(rank: int) -> list[list[int]]:
     layout = Layout(dim=0, outer=1, unit=1, sizes=(0, 3, 0))
     piece = layout.take(torch.arange(3), rank)
     return [comm.all_gather(piece, **layout._asdict(), decomposition=d).tolist() for d in DECOMPOSITIONS["all_gather"]]
+
+def test_one_element_of_a_column_travels_as_bytes() -> None:
+    column = torch.arange(18.0, dtype=torch.float64).as_strided((1,), (9,), 9)
+    assert as_bytes(column).view(torch.float64).tolist() == [9.0]
 
 
 def test_one_rank_may_hold_everything() -> None:

@@ -25,6 +25,7 @@ SURFACE = {
     "program": [*MODEL, "-o", "--out"],
     "simulate": ["-c", "--cluster", *MODEL, "--profile", "-o", "--out", "--json"],
     "profile": ["-c", "--cluster", *MODEL, "-o", "--out", "--cluster-out", "--optimizer", "--emulate", "--testbed"],
+    "rules": [],
     "run": ["-c", "--cluster", "--host", "--master"],
 }
 
@@ -80,6 +81,15 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
     code, out, _ = invoke(capsys, command, "--help")
     assert code == 0
     assert f"Example:  hap {command}" in out
+
+
+def test_rules_check_proves_one_operator_and_names_what_is_missing(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = invoke(capsys, "rules", "check", f"{script}:build", "--op", "aten.mm.default")
+    assert code == 0 and "aten.mm.default" in out and "proved" in out
+    code, _, err = invoke(capsys, "rules", "check", f"{script}:build", "--op", "aten.nope.default")
+    assert code == 2 and err.startswith("error: no call of 'aten.nope.default'")
 
 
 def test_completion_is_offered(capsys: pytest.CaptureFixture[str]) -> None:

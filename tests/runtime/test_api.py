@@ -129,7 +129,7 @@ EXPECTED = {
     "nothing": "accepted",
     "other model": "PlanError: the model of rank 1 differs from rank 0's",
     "other plan": "PlanError: the plan of rank 2 differs from rank 0's",
-    "other cluster": "PlanError: the plan is for cluster 'lab', not for this 'attic'; plan again",
+    "other cluster": "PlanError: the plan is for cluster 'lab' (",
     "too many devices": "ClusterError: 3 ranks, but cluster 'lab' describes 4 devices",
     "rank 0's file": "PlanError: no/such.plan: cannot read plan",
     "rank 0's pins": "PlanError: pin 'no.such' matches no parameter and no input",

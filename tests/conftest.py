@@ -1,0 +1,22 @@
+"""What holds for every test: hypothesis repeats itself and is not timed; a rule that a test registers goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from hap.rules.table import DEFAULT_TABLE
+
+hypothesis.settings.register_profile("hap", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("hap")
+
+
+@pytest.fixture(autouse=True)
+def rules_as_they_were() -> Iterator[None]:
+    """The package's table of rules is part of a plan's fingerprint."""
+    before = dict(DEFAULT_TABLE.user)
+    yield
+    DEFAULT_TABLE.user.clear()
+    DEFAULT_TABLE.user.update(before)

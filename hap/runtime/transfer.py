@@ -195,8 +195,8 @@ class Swap:
     def pack(self) -> None:
         parts = [
             [
-                exchange.as_bytes(self._leaving(value, *pair, rank))
-                for value, pair in zip(self.values, self.layouts, strict=True)
+                exchange.as_bytes(self._leaving(value, source, target, rank))
+                for value, (source, target) in zip(self.values, self.layouts, strict=True)
             ]
             for rank in range(self.here.world_size)
         ]

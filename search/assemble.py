@@ -14,12 +14,13 @@ from hap.placement import GroupSizes, Shard
 from hap.plan import GroupPlan, Plan, Provenance, Strategy, verify_plan
 from hap.rules.choices import Choices
 from hap.rules.table import rules_fingerprint
+from hap.search.subsets import Advice
 from hap.units import format_size
 
 ASSUMPTIONS = (
     "device and link numbers come from the cluster description and the GPU catalogue, not from measurement",
     "compute and communication do not overlap",
-    "the lower bound holds for this cost model and does not count communication",
+    "the lower bound holds for this cost model; it counts communication at its least for any shares",
 )
 
 
@@ -44,9 +45,13 @@ def assemble_plan(
     model_name: str,
     lower_bound_s: float | None,
     solver: Mapping[str, Any],
+    advice: Advice | None = None,
 ) -> Plan:
-    """The plan of one choice and its evaluation. Only groups that some placement shards are in it."""
+    """The plan of one choice and its evaluation. Only groups that some placement shards are in it. ``advice``: which
+    devices would better be left out; it goes beside what limits the step."""
     graph, groups = choices.graph, choices.groups
+    limits = tightest(evaluation) if advice is None else f"{tightest(evaluation)}; {advice}"
+    left_out = {} if advice is None else {"leave_out": list(advice.ranks), "leave_out_step_s": advice.step_s}
     trained = sum(n.meta.numel for n in graph.sources("parameter"))
     plan = Plan(
         provenance=Provenance(
@@ -61,7 +66,7 @@ def assemble_plan(
             hap_version=hap.__version__,
             torch_version=torch.__version__.partition("+")[0],
             optimizer=optimizer,
-            solver=dict(solver),
+            solver={**solver, **left_out},
             assumptions=ASSUMPTIONS,
         ),
         groups={
@@ -70,7 +75,7 @@ def assemble_plan(
         },
         strategies={node.name: str(strategies[node.name]) for node in graph.nodes},
         conversions=evaluation.to_conversions(),
-        predicted=evaluation.to_prediction(lower_bound_s).model_copy(update={"tight": tightest(evaluation)}),
+        predicted=evaluation.to_prediction(lower_bound_s).model_copy(update={"tight": limits}),
         devices=tuple(d.name for d in cluster.devices),
     )
     verify_plan(plan)

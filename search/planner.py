@@ -10,6 +10,7 @@ every time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,6 +36,7 @@ from hap.search.prices import Facts
 from hap.search.ratios import Shares, best_shares
 from hap.search.relaxation import lower_bound
 from hap.search.rounding import improve, round_shares
+from hap.search.subsets import Advice, slowest_kinds, without
 from hap.search.tables import Prices, Tables
 
 Effort = Literal["quick", "normal"]
@@ -53,6 +55,9 @@ class Limits:
     both_estimates: bool
 
 
+HASTY = Limits(1, 1, 200, 0, 0, False)
+HEAVY = 100_000  # nodes times ranks: beyond, what a smaller cluster would do is asked hastily
+WORTH_SAYING = 0.03  # of the step, that devices cost by taking part
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger
 BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
 LIMITS: Mapping[str, Limits] = {"quick": Limits(1, 2, 200, 0, 0, False), "normal": Limits(4, 3, 1000, 60, 20_000, True)}
@@ -121,6 +126,7 @@ def plan_graph(
     """
     search = Search(choices, cluster, optimizer, pins or Pins(), LIMITS[effort])
     best = search.run()
+    advice = search.advise(best) if effort == "normal" else None
     return assemble_plan(
         choices,
         cluster,
@@ -131,6 +137,7 @@ def plan_graph(
         model_name=model_name or choices.graph.name,
         lower_bound_s=search.bound_s,
         solver=search.statistics(best),
+        advice=advice,
     )
 
 
@@ -155,14 +162,22 @@ class Search:
                 name: _whole(options, replicated(self.graph.by_name[name])) for name, options in candidates.items()
             }
         self.facts = Facts(self.graph, candidates, self.cluster, self.optimizer)
-        self.lower = lower_bound(self.facts)
-        self.bound_s = None if self.lower is None else self.lower.seconds
         self.classes: Classes = find_classes(self.graph, candidates)
         self.fixed: Mapping[str, Sizes] = self._fixed_sizes()
         self.bundles = self._bundles()
         self.solved: dict[object, Choice | None] = {}
         self.margin: Array = np.zeros(self.cluster.world_size)
         self.tables: dict[bool, Tables] = {}
+
+    @cached_property
+    def scale_s(self) -> float:
+        """Seconds of all work, perfectly dealt out."""
+        return float(1.0 / (1.0 / self.whole_s).sum())
+
+    @cached_property
+    def bound_s(self) -> float | None:
+        lower = lower_bound(self.facts)
+        return None if lower is None else lower.seconds
 
     def _fixed_sizes(self) -> dict[str, Sizes]:
         groups, pins = self.choices.groups, self.pins
@@ -339,7 +354,7 @@ class Search:
             self.milps += 1
             self.solved[key] = choose(
                 self._tables(regather).skeleton,
-                Prices(self._tables(regather), sizes, capacity, SHORTER * (self.bound_s or 0.0)),
+                Prices(self._tables(regather), sizes, capacity, SHORTER * self.scale_s),
                 forced=forced,
                 barriers=barriers,
                 nodes=self.limits.nodes,
@@ -412,7 +427,9 @@ class Search:
         used = used_groups(found.strategies.values())
         coarse = COARSE * self.cluster.world_size
         bundles = [b for b in self.bundles if set(b) & set(used) and self.choices.groups[b[0]].n < coarse]
-        moves = min(self.limits.moves, self.limits.work // len(self.graph.nodes))
+        moves = min(
+            self.limits.moves, self.limits.work // (len(self.graph.nodes) * max(1, self.cluster.world_size // 8))
+        )
         if not bundles or not moves:
             return found
 
@@ -423,6 +440,27 @@ class Search:
         sizes = improve(found.sizes, bundles, cost, evaluations=moves)
         evaluation = self._judge(found.strategies, sizes, found.regather)
         return Found(found.strategies, sizes, found.regather, found.left_out, evaluation, found.choice)
+
+    def advise(self, best: Found) -> Advice | None:
+        """The best of the clusters without the slowest kinds of devices, if a job would run clearly faster there."""
+        if self.pins.sizes or self.pins.ratios is not None or type(self.cluster) is not ClusterSpec:
+            return None
+        found: list[tuple[float, tuple[int, ...]]] = []
+        for ranks in slowest_kinds(self.cluster.devices, self.whole_s.tolist()):
+            kept = np.array([r not in ranks for r in range(self.cluster.world_size)])
+            if float(1.0 / (1.0 / self.whole_s[kept]).sum()) * EVERYTHING > best.evaluation.step_s:
+                break
+            limits = LIMITS["quick"] if len(self.graph.nodes) * len(kept) < HEAVY else HASTY
+            search = Search(self.choices, without(self.cluster, ranks), self.optimizer, self.pins, limits)
+            try:
+                found.append((search.run().evaluation.step_s, ranks))
+            except InfeasibleError:
+                break
+        step_s, ranks = min(found, default=(float("inf"), ()))
+        if step_s > best.evaluation.step_s * (1 - WORTH_SAYING):
+            return None
+        kinds = Counter(self.cluster.devices[r].gpu for r in ranks)
+        return Advice(ranks, tuple(kinds.items()), step_s, best.evaluation.step_s)
 
     def statistics(self, best: Found) -> dict[str, Any]:
         """What the solver did, in numbers that are the same every time."""

@@ -103,18 +103,16 @@ class Least:
     def _curve(self, kind: Collective) -> list[float]:
         """The least over all decompositions at every size of the grid: a minimum of lines bends down."""
         cluster = self.facts.cluster
-        source, target = {
-            "all_gather": (_SHARD, REPLICATE),
-            "reduce_scatter": (REPLICATE, _SHARD),
-            "all_to_all": (_SHARD, replace(_SHARD, dim=1)),
-        }.get(kind, (REPLICATE, REPLICATE))
+        other = replace(_SHARD, dim=1)
+        source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
+        target: Placement = other if kind in ("reduce_scatter", "all_to_all") else REPLICATE
         classes = RankClasses.find(cluster)
         curves = []
         for name in candidates(kind, cluster):
             weights: dict[int, Array] = {}
             curve = []
             for nbytes in GRID:
-                form = collective_coefficients(kind, name, max(nbytes, 1), source, target, cluster)
+                form = collective_coefficients(kind, name, nbytes, source, target, cluster)
                 seconds = form.constant_s
                 for number, stage in enumerate(form.stages):
                     if kind == "all_to_all" and not stage.in_memory:

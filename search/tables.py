@@ -104,10 +104,10 @@ class Tables:
         if not node.is_source:
             self.calls.add(number, self._signature(facts.parts(name, strategy)), once)
         elif node.op == "parameter" and node.target in facts.graph.gradients:
-            placement = strategy.outputs[0]
-            assert placement is not None
-            self.updates.add(number, (node.meta.nbytes, self._named(placement)), once)
-            self._first_update.setdefault((node.meta.nbytes, self._named(placement)), (name, option))
+            home = strategy.outputs[0]
+            assert home is not None
+            self.updates.add(number, (node.meta.nbytes, self._named(home)), once)
+            self._first_update.setdefault((node.meta.nbytes, self._named(home)), (name, option))
 
     @cached_property
     def _first_update(self) -> dict[object, tuple[str, int]]:
@@ -194,8 +194,12 @@ class Prices:
     def _local(self, entries: _Entries) -> Array:
         """Bytes of every (placement, bytes of the whole) on every rank (what, N)."""
         n = self.facts.cluster.world_size
-        found = [local_bytes(nbytes, placement, self.sizes, n) for placement, nbytes in entries.numbers]  # type: ignore[misc]
-        return np.array(found).reshape(len(found), n)
+        found = np.zeros((len(entries.numbers), n))
+        for i, what in enumerate(entries.numbers):
+            assert isinstance(what, tuple)
+            placement, nbytes = what
+            found[i] = local_bytes(nbytes, placement, self.sizes, n)
+        return found
 
     def _conversions_s(self) -> tuple[Array, Array]:
         """Of every distinct conversion: seconds of all together (C,), seconds of each rank (C, N)."""
@@ -213,8 +217,8 @@ class Prices:
             key = (kind, self._with_sizes(c.source, kind), self._with_sizes(c.target, kind))
             first.setdefault(key, c)
             alike.setdefault(key, {}).setdefault(c.nbytes, []).append(i)
-        for key, by_bytes in alike.items():
-            c, amounts = first[key], sorted(by_bytes)
+        for same, by_bytes in alike.items():
+            c, amounts = first[same], sorted(by_bytes)
             kind = collective_kind(c.source, c.target)
             seconds = self.facts.wires.best_s(kind, np.array(amounts, dtype=np.float64), c.source, c.target, self.sizes)
             for nbytes, s in zip(amounts, seconds.tolist(), strict=True):

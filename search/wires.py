@@ -23,7 +23,7 @@ from hap.hosts import Device
 from hap.placement import REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Collective
 
-GRID = (0, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
+GRID = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
 MOST_RANKS = 128
 MOST_APART = 64
 _SHARD = Shard(0, 1, 1, 1, "any")  # forms depend on whether a placement is a shard, not on which

@@ -1,13 +1,19 @@
 """The lower bound is below everything that can be done, and is tight where it should be."""
 
 import itertools
+import random
 
 import pytest
 
+from hap.cost_models.collective import best_decomposition
 from hap.cost_models.evaluate import evaluate
+from hap.graph import Value
+from hap.placement import PARTIAL, REPLICATE, Shard
+from hap.plan import Collective
+from hap.search import plan_graph
 from hap.search.bound import Bound, Line, best_weights, make_bound
 from hap.search.prices import Facts
-from hap.search.relaxation import lower_bound
+from hap.search.relaxation import Least, lower_bound
 from hap.search.rounding import round_shares
 from tests.search.models import cluster, mlp
 
@@ -45,6 +51,52 @@ def test_below_every_plan_of_a_tiny_model() -> None:
             except AssertionError:  # a partial was asked of a node that does not make one
                 continue
     assert bound <= least < float("inf")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_joint_bound_is_below_random_plans(seed: int) -> None:
+    """Any strategies that fit together, at any sizes, on links from slow to fast."""
+    rng = random.Random(seed)
+    network = rng.choice(["100MB/s", "1GB/s", "10GB/s"])
+    speeds = [(rng.choice([0.1, 1, 4]), "1GB") for _ in range(rng.randint(2, 4))]
+    found, devices = mlp(batch=8, width=8, layers=2), cluster(*speeds, network=network, memory_bandwidth="1GB/s")
+    bound = lower_bound(Facts(found.graph, found.strategies, devices, "adamw"))
+    assert bound is not None and bound.seconds >= bound.compute_s > 0
+    for _ in range(40):
+        strategies, made = {}, {}
+        for node in found.graph.nodes:
+            fitting = [
+                s
+                for s in found.strategies[node.name]
+                if all(p != PARTIAL or made[v] == PARTIAL for v, p in zip(node.inputs, s.inputs, strict=True))
+            ]
+            strategies[node.name] = rng.choice(fitting)
+            made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+        ratios = [rng.random() * rng.choice([0, 1, 1]) + 1e-3 for _ in speeds]
+        sizes = {name: round_shares(ratios, g.n) for name, g in found.groups.items()}
+        assert bound.seconds <= evaluate(found.graph, strategies, sizes, devices).step_s
+
+
+def test_the_joint_bound_is_near_the_plan_where_batches_are_all_that_counts() -> None:
+    """Two equal devices and data parallel: all that the bound leaves out is what updating and launching cost twice."""
+    found, devices = mlp(batch=4096, width=512), cluster((10, "16GB"), (10, "16GB"), network="50GB/s")
+    plan = plan_graph(found, devices)
+    assert plan.predicted.gap is not None and 0 <= plan.predicted.gap < 0.05
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_no_shares_beat_the_least_of_a_collective(kind: Collective) -> None:
+    rng = random.Random(7)
+    devices = cluster((1, "1GB"), (1, "1GB"), (2, "1GB"), (2, "1GB"), network="3GB/s")
+    least = Least(Facts(mlp(4, 4, 1).graph, {}, devices, "adamw"))
+    one, other = Shard(0, 1, 100, 1, "a"), Shard(1, 1, 100, 1, "b")
+    source = one if kind in ("all_gather", "all_to_all") else PARTIAL
+    target = other if kind in ("reduce_scatter", "all_to_all") else REPLICATE
+    for nbytes in (100, 5_000, 300_000, 700_000, 30_000_000):
+        for _ in range(20):
+            sizes = {g: round_shares([rng.random() ** 3 for _ in range(4)], 100) for g in ("a", "b")}
+            _, seconds = best_decomposition(kind, nbytes, source, target, sizes, devices)
+            assert least.seconds(kind, nbytes) <= seconds * (1 + 1e-9)
 
 
 def test_equals_the_balanced_time_where_everything_can_be_split() -> None:

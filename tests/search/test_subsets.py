@@ -1,0 +1,60 @@
+"""Devices that cost more than they bring, and what the others would do alone."""
+
+import pytest
+
+from hap.cluster import ClusterSpec
+from hap.search import plan_graph
+from hap.search.subsets import slowest_kinds, without
+from tests.search.models import cluster, mlp
+
+MIXED = ClusterSpec.from_yaml("""
+name: mixed
+hosts:
+  - name: new
+    devices: [{gpu: A100-40GB, count: 2}, {gpu: T4, count: 2}]
+    link: pcie3
+    network: {bandwidth: 100Gbit/s, latency: 20us}
+  - name: old
+    devices: [{gpu: T4, count: 2}]
+    link: pcie3
+    network: {bandwidth: 10Gbit/s, latency: 20us}
+links: [{from: new, to: old, bandwidth: 1Gbit/s}]
+""")
+
+
+def test_a_cluster_without_some_devices() -> None:
+    found = without(MIXED, (1, 3))
+    assert [d.name for d in found.devices] == ["new/A100-40GB#0", "new/T4#1", "old/T4#0", "old/T4#1"]
+    assert found.links == MIXED.links
+
+
+def test_a_host_without_devices_goes_with_its_links() -> None:
+    found = without(MIXED, (2, 4, 5))
+    assert [h.name for h in found.hosts] == ["new"] and found.links == () and found.world_size == 3
+
+
+def test_kinds_go_slowest_first_and_the_fastest_stays() -> None:
+    assert list(slowest_kinds(MIXED.devices, [1, 1, 5, 5, 5, 5])) == [(2, 3, 4, 5)]
+    assert list(slowest_kinds(MIXED.devices, [1, 2, 5, 5, 5, 5])) == [(2, 3, 4, 5), (1, 2, 3, 4, 5)]
+
+
+def test_says_in_numbers_when_a_device_costs_more_than_it_brings() -> None:
+    """The old device has no share of anything that matters, but a slow network that every gradient passes."""
+    found = mlp(batch=4096, width=512)
+    new = "[{name: new, count: 2, tflops: {float32: 10}, memory: 16GB, memory_bandwidth: 2000GB/s}]"
+    old = "[{name: old, tflops: {float32: 0.01}, memory: 16GB, memory_bandwidth: 20GB/s}]"
+    hosts = f"""
+  - {{name: a, devices: {new}, link: {{bandwidth: 50GB/s, latency: 1us}}, network: {{bandwidth: 1GB/s, latency: 1us}}}}
+"""
+    more = f"  - {{name: b, devices: {old}, network: {{bandwidth: 1GB/s, latency: 1us}}}}\n"
+    plan = plan_graph(found, ClusterSpec.from_yaml(f"name: all\nhosts:{hosts}{more}"))
+    alone = plan_graph(found, ClusterSpec.from_yaml(f"name: new\nhosts:{hosts}")).predicted.step_s
+    assert plan.provenance.solver["leave_out"] == [2]
+    assert plan.provenance.solver["leave_out_step_s"] == pytest.approx(alone, rel=0.02)
+    assert alone < 0.97 * plan.predicted.step_s
+    assert "leaving out the 1 old would make the step" in plan.predicted.tight
+
+
+def test_says_nothing_where_all_are_worth_it() -> None:
+    plan = plan_graph(mlp(batch=4096, width=512), cluster((10, "16GB"), (5, "16GB"), network="50GB/s"))
+    assert "leave_out" not in plan.provenance.solver and "leaving out" not in plan.predicted.tight

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import hap
 from benchmarks.accuracy_cases import keep_to_batch, pins
@@ -80,7 +80,9 @@ def _peak(case: Case, plan: Plan) -> int:
         passes_off=PLAIN,
     )
     optimizer = make_optimizer("adamw", program.parameters())
-    batch, targets = program.shard_batch(case.inputs, case.targets)
+    batch, targets = tree_map_only(  # of its own memory: a share may be a view of the whole batch
+        torch.Tensor, torch.clone, program.shard_batch(case.inputs, case.targets)
+    )
 
     def run() -> None:
         program(*_positional(batch), targets=targets, **_keywords(batch)).backward()

@@ -6,19 +6,23 @@ its node to its last reader; what the backward pass reads is saved simply by bei
 copies of sharded values), ``temporary`` (what a collective packs and unpacks, while it runs). A view holds its base and
 no bytes of its own. The kinds are reported at the moment at which the rank's total is largest: they sum to the peak.
 
-A conversion happens just before its first reader, that of a result as soon as the value exists; its copy lives to the
-last reader that shares it, and the source goes when nobody else reads it. Python and the allocator add fragmentation,
-the CUDA context and library workspaces: ``RESERVE_FRACTION`` of every device is left for them.
+Calls run in the program's order (``order``). A conversion happens just before its first reader, that of a result as
+soon as the value exists; its copy lives to the last reader that shares it, and the source goes when nobody else reads
+it. Operators that are several kernels hold intermediate tensors while they run (``_INNER``). Python
+and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION`` of every device is
+left for them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from hap.conversion import Need, required_results
+from hap.cost_models.order import program_order
 from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
@@ -26,6 +30,8 @@ from hap.placement import REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Strategy
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered", "temporary")
+# Intermediate tensors of the first output's size that an operator of ours holds at its peak (hap/batch_norm.py).
+_INNER = {"batch_norm": 1, "batch_norm_backward": 2}
 RESERVE_FRACTION = 0.1  # of a device's memory, assumed
 _STATES = {"sgd": 0, "sgd+momentum": 1, "adam": 2, "adamw": 2}  # tensors of the parameter's size and dtype
 
@@ -88,28 +94,29 @@ class _Storage:
 
 
 class _Ledger:
-    """Allocations met on a walk through the program. Moment t is the call of node t with the conversions before it."""
+    """Allocations met on a walk through the program. Moment t is the t-th call with the conversions before it."""
 
     def __init__(self, graph: Graph, strategies: Mapping[str, Strategy], sizes: GroupSizes, world_size: int) -> None:
         self.graph, self.strategies, self.sizes, self.world_size = graph, strategies, sizes, world_size
         self.storages: list[_Storage] = []
         self.of: dict[Value, _Storage] = {}
         self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
-        self.end = len(graph.nodes) - 1
+        self.needs: dict[tuple[Value, Placement, Phase], Need] = {}
+        self.order = program_order(graph)
+        self.end = len(self.order) - 1
 
     def walk(self, needs: Sequence[Need]) -> None:
-        before: dict[str, list[Need]] = {}
-        for need in needs:
-            before.setdefault(need.before or f"after {need.value.node}", []).append(need)
-        for t, node in enumerate(self.graph.nodes):
-            for need in before.get(node.name, ()):
-                self._convert(need, t)
-            read = [self._storage_read(node, i) for i in range(len(node.inputs))]
+        self.needs = {(n.value, n.target, n.phase): n for n in needs}
+        results: dict[str, list[tuple[Value, Placement]]] = {}
+        for value, target in required_results(self.graph, self.strategies):
+            results.setdefault(value.node, []).append((value, target))
+        for t, node in enumerate(self.order):
+            read = [self._storage_read(node, i, t) for i in range(len(node.inputs))]
             for storage in read:
                 storage.last = max(storage.last, t)
             self._produce(node, read, t)
-            for need in before.get(f"after {node.name}", ()):
-                self._convert(need, t)
+            for value, target in results.get(node.name, ()):
+                self._held_as(value, target, node.phase, t)
         self._keep_results()
 
     def _bytes(self, value: Value, placement: Placement) -> Array:
@@ -127,28 +134,45 @@ class _Ledger:
         self._allocate("temporary", self._staging(need), t)
 
     def _staging(self, need: Need) -> Array:
-        """The flat buffer that a collective receives into, and the one it packs what it sends into."""
+        """What a collective holds beside its argument and its result (``hap/runtime/transfer.py``): the flat tensor
+        that it packs or receives into, and pieces that are cut out of a value across its memory."""
+        source, target = self._bytes(need.value, need.source), self._bytes(need.value, need.target)
+        whole = self._bytes(need.value, REPLICATE)
         match need.collective:
             case "all_gather":
-                return self._bytes(need.value, REPLICATE)
+                return whole * (not self._in_order(need.value, need.source))
             case "reduce_scatter":
-                return self._bytes(need.value, REPLICATE) + self.world_size * self._bytes(need.value, need.target)
+                cut = whole * (not self._in_order(need.value, need.target))
+                return whole + np.maximum(cut, (self.world_size - 1) * target)
             case "all_to_all":
-                return self._bytes(need.value, need.source) + self._bytes(need.value, need.target)
+                return source + np.maximum(source, target)
         return np.zeros(self.world_size)
 
-    def _storage_read(self, node: Node, position: int) -> _Storage:
+    def _in_order(self, value: Value, placement: Placement) -> bool:
+        """The ranks' pieces, one after another in memory, are the whole value."""
+        assert isinstance(placement, Shard)
+        return placement.outer == 1 and math.prod(self.graph.meta(value).shape[: placement.dim]) == 1
+
+    def _storage_read(self, node: Node, position: int, t: int) -> _Storage:
         value, target = node.inputs[position], self.strategies[node.name].inputs[position]
+        return self._held_as(value, target, node.phase, t)
+
+    def _held_as(self, value: Value, target: Placement, phase: Phase, t: int) -> _Storage:
+        """Where the value lies in a placement, converted now if it has not been."""
         if target == self.strategies[value.node].outputs[value.index]:
             return self.of[value]
-        own = self.copies.get((value, target, node.phase))
-        return own or self.copies[value, target, "forward"]
+        key = (value, target, phase) if (value, target, phase) in self.needs else (value, target, "forward")
+        if key not in self.copies:
+            self._convert(self.needs[key], t)
+        return self.copies[key]
 
     def _produce(self, node: Node, read: Sequence[_Storage], t: int) -> None:
         for i, (meta, placement) in enumerate(zip(node.outputs, self.strategies[node.name].outputs, strict=True)):
             value = Value(node.name, i)
             if meta is None or placement is None:
                 continue
+            if i == 0 and (inner := _INNER.get(node.op.split(".")[-2] if "." in node.op else "", 0)):
+                self._allocate("temporary", inner * self._bytes(value, placement), t)
             if is_view(node):
                 self.of[value] = read[0]
             else:
@@ -162,16 +186,11 @@ class _Ledger:
                 storage.born, storage.last = 0, self.end
         gradients = frozenset(self.graph.gradients.values())
         for value, target in required_results(self.graph, self.strategies):
-            storage = self._final(value, target)
+            phase = self.graph.by_name[value.node].phase
+            storage = self._held_as(value, target, phase, self.end)
             storage.last = self.end
             if value in gradients and storage.kind != "parameters":
                 storage.kind = "gradients"
-
-    def _final(self, value: Value, target: Placement) -> _Storage:
-        if target == self.strategies[value.node].outputs[value.index]:
-            return self.of[value]
-        own = self.copies.get((value, target, self.graph.by_name[value.node].phase))
-        return own or self.copies[value, target, "forward"]
 
     def held(self, optimizer: str) -> dict[str, Array]:
         """Kind -> bytes (moments, N)."""

@@ -4,10 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from hap.codegen.lowering import lower
+from hap.codegen.program import Call
 from hap.conversion import find_needs
-from hap.cost_models.memory import MemoryUse, memory_use, optimizer_state_bytes, usable_bytes
-from hap.graph import Graph
+from hap.cost_models.memory import MemoryUse, _Ledger, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.order import program_order
+from hap.graph import Graph, Value, with_inputs
 from hap.plan import Strategy
+from tests._support import gpt2
+from tests._support.plans import replicated_plan
 from tests.cost_models.build import R, data_parallel, relu_step
 
 
@@ -57,7 +62,7 @@ def test_a_rank_with_no_share_still_holds_what_is_replicated() -> None:
 
 def test_a_sharded_parameter_is_gathered_and_its_gradient_scattered() -> None:
     """w 3:1. At the last matmul rank 0 has g 80, loss 4, partial 64; its gradient 48; the scatter packs 64 and receives
-    2 pieces of 48. The gathered w (64) was read last by the forward matmul."""
+    the other rank's 48. The gathered w (64) was read last by the forward matmul."""
     rank0, rank1 = use({"batch": (5, 3), "kept": (3, 1)}, 2).by_kind
     assert rank0 == {
         "parameters": 80 + 48 + 4,
@@ -65,24 +70,26 @@ def test_a_sharded_parameter_is_gathered_and_its_gradient_scattered() -> None:
         "gradients": 48,
         "activations": 80 + 4 + 64,
         "gathered": 0,
-        "temporary": 64 + 2 * 48,
+        "temporary": 64 + 48,
     }
     assert (rank1["parameters"], rank1["optimizer"], rank1["gradients"]) == (48 + 16 + 4, 32, 16)
 
 
 def test_a_gathered_parameter_is_kept_for_the_backward_or_gathered_again() -> None:
-    """A graph that reads w again in the backward pass: kept, its copy is there throughout; regathered, it is not."""
+    """A graph whose gradient is gw @ w: kept, the copy of w is there when gw is made; regathered, it is not."""
     graph, strategies = relu_step(), dict(data_parallel(sharded_parameter=True))
-    again = replace(graph.by_name["a"], name="again", phase="backward")
-    nodes = (*graph.nodes, again)
-    graph = Graph(graph.name, nodes, graph.loss, graph.gradients)
-    strategies["again"] = strategies["a"]
+    last = replace(graph.by_name["gw"], name="last", args=(Value("gw"), Value("w")))
+    graph = Graph(graph.name, (*graph.nodes, last), graph.loss, {"w": Value("last")})
+    strategies["last"] = Strategy((R, R), (R,))
     sizes = {"batch": (4, 4), "kept": (2, 2)}
 
     def gathered(regather: bool) -> int:
         needs = find_needs(graph, strategies, regather=regather)
-        assert len(needs) == (4 if regather else 3)
-        return memory_use(graph, strategies, sizes, needs, 2, "sgd").by_kind[0]["gathered"]
+        assert len(needs) == (5 if regather else 4)
+        ledger = _Ledger(graph, strategies, sizes, 2)
+        ledger.walk(needs)
+        moment = [n.name for n in ledger.order].index("gw")
+        return int(ledger.held("sgd")["gathered"][moment, 0])
 
     assert gathered(False) == 64 and gathered(True) == 0
 
@@ -105,3 +112,22 @@ def test_unknown_optimizer() -> None:
 
 def test_a_tenth_is_reserved() -> None:
     assert usable_bytes(1000) == 900
+
+
+def test_the_order_is_the_programs() -> None:
+    """Calls of a lowered program, part by part, are ``program_order``: on a graph with masks and tied weights."""
+    graph = gpt2.graph()
+    program = lower(graph, replicated_plan(graph))
+    ran = [i for i in (*program.forward, *program.backward) if isinstance(i, Call)]
+    ordered = [n for n in program_order(graph) if not n.is_source]
+    assert [(i.op, i.module) for i in ran] == [(n.op, n.module) for n in ordered]
+
+
+def test_what_only_the_backward_reads_is_computed_there() -> None:
+    """b2 = relu(a), read by g alone, runs just before it: a is kept and not b2."""
+    graph = relu_step()
+    late = replace(graph.by_name["b"], name="b2")
+    reader = with_inputs(graph.by_name["g"], lambda v: Value("b2") if v.node == "b" else v)
+    nodes = tuple(n for old in graph.nodes for n in {"b": (old, late), "g": (reader,)}.get(old.name, (old,)))
+    found = [n.name for n in program_order(Graph(graph.name, nodes, graph.loss, graph.gradients)) if not n.is_source]
+    assert found == ["a", "b", "loss", "e", "b2", "g", "xt", "gw"]

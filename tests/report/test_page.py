@@ -44,7 +44,7 @@ def test_a_browser_without_network_draws_every_figure(devices: int, tmp_path: Pa
     assert re.findall("<h2>(.*?)</h2>", body)[:4] == ["Timeline", "Memory", "Traffic", "Layers"]
     assert body.count('class="main-svg"') >= 4 and body.count('<g class="barlayer') >= 3
     assert "heatmaplayer" in body and body.count('class="point"') > 20
-    first = "fast (2)" if devices == 4 else "A100-40GB (256)"
+    first = "fast" if devices == 4 else "A100-40GB (256)"  # equal devices share a row; the four hold unlike shares
     assert first in body
 
 

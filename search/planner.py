@@ -55,8 +55,7 @@ class Limits:
     both_estimates: bool
 
 
-HASTY = Limits(1, 1, 200, 0, 0, False)
-HEAVY = 100_000  # nodes times ranks: beyond, what a smaller cluster would do is asked hastily
+HASTY = Limits(1, 2, 200, 0, 0, False)  # for what a smaller cluster would do
 WORTH_SAYING = 0.03  # of the step, that devices cost by taking part
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger
 BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
@@ -209,10 +208,16 @@ class Search:
             raise InfeasibleError(why_infeasible(self.facts, closest, pinned=self.pins != Pins()))
         return best
 
+    def glance(self) -> Found | None:
+        """What the first start leads to, whether it fits or not."""
+        return self._try(self._starts()[:1], None, regather=False)
+
     def _try(self, starts: Sequence[Start], best: Found | None, *, regather: bool) -> Found | None:
-        """The best of ``best`` and what the rounds from every start find that may be better."""
-        for start in starts:
+        """The best of ``best`` and what the rounds from so many starts find, or from more while nothing fits."""
+        for number, start in enumerate(starts):
             if best is not None and best.cost[0] == 0:
+                if number >= self.limits.starts:
+                    break
                 if best.evaluation.step_s * (1 - CLOSE) <= (self.bound_s or 0.0):
                     break
                 if self._is_hopeless(start, best):
@@ -242,7 +247,7 @@ class Search:
         if len(self.fixed) == len(self.choices.groups):
             vectors = vectors[:1]
         starts = [Start(*(tuple((v / v.sum()).tolist()) for v in pair)) for pair in vectors]
-        return list(dict.fromkeys(starts))[: self.limits.starts]
+        return list(dict.fromkeys(starts))
 
     @cached_property
     def whole_s(self) -> Array:
@@ -450,12 +455,11 @@ class Search:
             kept = np.array([r not in ranks for r in range(self.cluster.world_size)])
             if float(1.0 / (1.0 / self.whole_s[kept]).sum()) * EVERYTHING > best.evaluation.step_s:
                 break
-            limits = LIMITS["quick"] if len(self.graph.nodes) * len(kept) < HEAVY else HASTY
-            search = Search(self.choices, without(self.cluster, ranks), self.optimizer, self.pins, limits)
-            try:
-                found.append((search.run().evaluation.step_s, ranks))
-            except InfeasibleError:
+            search = Search(self.choices, without(self.cluster, ranks), self.optimizer, self.pins, HASTY)
+            alone = search.glance()
+            if alone is None or alone.cost[0] > 0:
                 break
+            found.append((alone.evaluation.step_s, ranks))
         step_s, ranks = min(found, default=(float("inf"), ()))
         if step_s > best.evaluation.step_s * (1 - WORTH_SAYING):
             return None

@@ -31,7 +31,7 @@ LINK_BYTES = (1 << 18, 1 << 20)  # at least 16 times a shaper's burst: smaller m
 REPEATS = 4
 LARGE_BYTES = 1 << 18  # smaller values are measured twice as often: one tick of the scheduler is as long as they are
 SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
-LATER_S = 1e-3  # each rank arrives so much later than the one before, in turns: in a step, too, most wait for the last
+LATER_S = 1e-3  # every other time each rank comes so much later than the one before: in a step some wait for the last
 LINK_REPEATS = 3
 
 
@@ -211,7 +211,7 @@ class Case(NamedTuple):
 def _once(case: Case, comm: Communicator, recorder: Recorder, turn: int) -> Ends:
     run = case.call(comm)
     dist.barrier()
-    time.sleep(SETTLE_S + LATER_S * ((comm.rank + turn) % comm.world_size))
+    time.sleep(SETTLE_S + LATER_S * ((comm.rank + turn) % comm.world_size) * (turn % 2))
     recorder.begin()
     run()
     return recorder.end()

@@ -108,17 +108,26 @@ class RunStep(torch.autograd.Function):
 
 
 def _separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of those gradients that share memory with another or are a part of something larger.
+    """Copies of those gradients that overlap another or keep something larger alive.
 
-    Autograd keeps what it is given as ``.grad``, and clipping writes there.
+    Autograd keeps what it is given as ``.grad``, and clipping writes there. The gradients of one bundle stand side by
+    side in its memory and stay there.
     """
-    owners: set[int] = set()
+    used: dict[int, int] = {}  # storage -> bytes of it that gradients are
+    for gradient in gradients.values():
+        storage = gradient.untyped_storage()
+        used[storage.data_ptr()] = used.get(storage.data_ptr(), 0) + gradient.numel() * gradient.itemsize
+    taken: dict[int, list[tuple[int, int]]] = {}
     found: dict[str, torch.Tensor] = {}
     for name, gradient in gradients.items():
         storage = gradient.untyped_storage()
-        whole = storage.nbytes() == gradient.numel() * gradient.itemsize and gradient.is_contiguous()
-        if gradient.numel() and (not whole or storage.data_ptr() in owners):
+        start = int(gradient.storage_offset()) * gradient.itemsize
+        stop = start + gradient.numel() * gradient.itemsize
+        ranges = taken.setdefault(storage.data_ptr(), [])
+        alone = gradient.is_contiguous() and all(stop <= a or b <= start for a, b in ranges)
+        if gradient.numel() and not (alone and used[storage.data_ptr()] == storage.nbytes()):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-        owners.add(gradient.untyped_storage().data_ptr())
+        else:
+            ranges.append((start, stop))
         found[name] = gradient
     return found

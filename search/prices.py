@@ -46,6 +46,13 @@ class Facts:
     _held: dict[tuple[str, Strategy], list[tuple[Placement, int, Array]]] = field(default_factory=dict, repr=False)
     _alive: dict[tuple[Value, str], Array] = field(default_factory=dict, repr=False)
 
+    def on(self, cluster: ClusterSpec) -> Facts:
+        """The same on another cluster; what is known of the graph is handed on."""
+        other = replace(self, cluster=cluster)
+        for name in ("position", "moments", "reads", "homes"):
+            other.__dict__[name] = getattr(self, name)
+        return other
+
     def parts(self, name: str, strategy: Strategy) -> Parts:
         """The work of a node as the strategy divides it."""
         key = (name, strategy)

@@ -9,6 +9,7 @@ and bytes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -95,6 +96,12 @@ class Tables:
             [(i, v) for i, p in enumerate(self.skeleton.payers) for v in p.variables], dtype=np.int64
         ).T
         self.payer = payer
+
+    def on(self, facts: Facts) -> Tables:
+        """The same entries for another cluster: none of them depends on it."""
+        other = copy(self)
+        other.facts = facts
+        return other
 
     def _node(self, number: int, name: str, option: int, once: Array) -> None:
         facts, strategy = self.facts, self.facts.candidates[name][option]

@@ -1,0 +1,30 @@
+"""How much work a search may do. Counts of work and never the clock, so that a plan is the same every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Effort = Literal["quick", "normal"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves (and
+    those times nodes of the graph), and whether the estimate without barriers is asked too."""
+
+    starts: int
+    rounds: int
+    nodes: int
+    moves: int
+    work: int
+    both_estimates: bool
+
+
+HASTY = Limits(1, 2, 200, 0, 0, False)  # for what a smaller cluster would do
+LIMITS: Mapping[Effort, Limits] = {
+    "quick": Limits(1, 2, 200, 0, 0, False),
+    "normal": Limits(4, 3, 1000, 60, 20_000, True),
+}
+MIP_GAP = 1e-4  # relative; the judge's own error is far larger

@@ -1,0 +1,129 @@
+"""What one search asks, fixed from the start: the candidates after pins, what is alike, who can be sharded how.
+
+A ``Problem`` owns everything that does not change while plans are found. The parts that do not depend on the cluster
+(classes of nodes, rows of the programs, work of every option) are handed on by ``on``, so that the same graph on a
+smaller cluster costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.conversion import find_needs
+from hap.cost_models.evaluate import Evaluation, evaluate
+from hap.fabric import Array
+from hap.placement import GroupSizes, Shard, Sizes
+from hap.plan import Strategy
+from hap.rules.choices import Choices, replicated
+from hap.search.classes import Candidates, Classes, find_bundles, find_classes
+from hap.search.milp import make_skeleton
+from hap.search.pins import Pins, pinned_candidates, pinned_sizes
+from hap.search.prices import Facts
+from hap.search.ratios import Shares
+from hap.search.rounding import round_shares
+from hap.search.tables import Tables
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes."""
+
+    choices: Choices
+    cluster: ClusterSpec
+    optimizer: str
+    pins: Pins
+    facts: Facts
+    classes: Classes
+    fixed: Mapping[str, Sizes]
+    bundles: tuple[tuple[str, ...], ...]
+    _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def state(cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Problem:
+        candidates = _candidates(choices, cluster, pins)
+        classes = find_classes(choices.graph, candidates)
+        fixed = _fixed_sizes(choices, pins, cluster.world_size)
+        found = find_bundles(classes, candidates)
+        free = (tuple(name for name in bundle if name not in fixed) for bundle in found)
+        facts = Facts(choices.graph, candidates, cluster, optimizer)
+        return cls(choices, cluster, optimizer, pins, facts, classes, fixed, tuple(b for b in free if b))
+
+    def on(self, cluster: ClusterSpec) -> Problem:
+        """The same on another cluster. Nothing may be pinned to ranks."""
+        assert not self.fixed, "sizes are pinned for other ranks"
+        if cluster.world_size == 1:
+            return Problem.state(self.choices, cluster, self.optimizer, self.pins)
+        facts = self.facts.on(cluster)
+        tables = {regather: table.on(facts) for regather, table in self._tables.items()}
+        return Problem(self.choices, cluster, self.optimizer, self.pins, facts, self.classes, {}, self.bundles, tables)
+
+    @property
+    def world_size(self) -> int:
+        return self.cluster.world_size
+
+    @cached_property
+    def whole_s(self) -> Array:
+        """Seconds that every rank would need for the whole step alone (N,)."""
+        ones, total = np.ones(self.world_size), np.zeros(self.world_size)
+        for node in self.choices.graph.nodes:
+            if not node.is_source:
+                strategy = self.choices.strategies[node.name][0]
+                total = total + self.facts.compute.seconds(self.facts.parts(node.name, strategy), ones)
+        return np.maximum(total, 1e-12)
+
+    @cached_property
+    def scale_s(self) -> float:
+        """Seconds of all work, perfectly dealt out."""
+        return float(1.0 / (1.0 / self.whole_s).sum())
+
+    @cached_property
+    def of_inputs(self) -> frozenset[str]:
+        """The groups that inputs can be sharded in."""
+        sources = self.choices.graph.sources("input")
+        placements = (s.outputs[0] for n in sources for s in self.facts.candidates[n.name])
+        return frozenset(p.group for p in placements if isinstance(p, Shard))
+
+    def tables(self, regather: bool) -> Tables:
+        """What the variables of the program pay for."""
+        if regather not in self._tables:
+            names = frozenset(n.name for n in self.choices.graph.sources("parameter")) if regather else frozenset()
+            same = {name: bundle[0] for bundle in self.bundles for name in bundle}
+            self._tables[regather] = Tables(self.facts, make_skeleton(self.classes, regathered=names), same)
+        return self._tables[regather]
+
+    def round(self, shares: Mapping[str, Shares], working: Sequence[float], storing: Sequence[float]) -> GroupSizes:
+        """Sizes of every group: pinned, or rounded from its own shares, or from those of its kind."""
+        otherwise = {name: working if name in self.of_inputs else storing for name in self.choices.groups}
+        return {
+            name: self.fixed[name] if name in self.fixed else round_shares(shares.get(name, otherwise[name]), group.n)
+            for name, group in self.choices.groups.items()
+        }
+
+    def judge(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, regather: bool) -> Evaluation:
+        """What the cost model says of a whole plan: the one truth."""
+        graph = self.choices.graph
+        needs = find_needs(graph, strategies, regather=regather)
+        return evaluate(
+            graph, strategies, sizes, self.cluster, needs=needs, optimizer=self.optimizer, regather=regather
+        )
+
+
+def _candidates(choices: Choices, cluster: ClusterSpec, pins: Pins) -> Candidates:
+    """On one device a shard is the whole: only pins can ask for one."""
+    candidates = pinned_candidates(choices, pins)
+    if cluster.world_size > 1:
+        return candidates
+    whole = {name: replicated(choices.graph.by_name[name]) for name in candidates}
+    return {name: (whole[name],) if whole[name] in options else options for name, options in candidates.items()}
+
+
+def _fixed_sizes(choices: Choices, pins: Pins, world_size: int) -> dict[str, Sizes]:
+    fixed = pinned_sizes(choices.groups, pins, world_size)
+    if pins.ratios is not None:
+        fixed = {name: round_shares(pins.ratios, g.n) for name, g in choices.groups.items()} | fixed
+    return fixed

@@ -1,0 +1,87 @@
+"""Strategies at fixed sizes: the MILP, asked again with less memory while the ledger finds more than it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hap.cost_models.memory import usable_bytes
+from hap.fabric import Array
+from hap.placement import GroupSizes
+from hap.search.found import Found, best_of
+from hap.search.limits import MIP_GAP, Limits
+from hap.search.milp import Choice, choose
+from hap.search.problem import Problem
+from hap.search.tables import Prices
+
+BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
+SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
+TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
+
+
+@dataclass
+class Chooser:
+    """Asks for strategies; keeps what was solved, and the ``margin`` (N,) of memory that helped for the next sizes."""
+
+    problem: Problem
+    limits: Limits
+    milps: int = 0
+    solved: dict[object, Choice | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.margin: Array = np.zeros(self.problem.world_size)
+
+    def strategies(
+        self,
+        sizes: GroupSizes,
+        regather: bool,
+        left_out: tuple[int, ...],
+        *,
+        forced: Mapping[int, tuple[int, ...]] | None = None,
+        best: Found | None = None,
+        barriers: bool = True,
+    ) -> Found | None:
+        """The MILP's choice at these sizes. None if nothing fits. No further attempt is made where the objective is
+        already far behind ``best``."""
+        devices = self.problem.cluster.devices
+        usable = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
+        found: list[Found] = []
+        capacity = usable - self.margin
+        for _ in range(TIGHTENINGS + 1):
+            choice = self._choose(sizes, regather, capacity, forced or {}, barriers)
+            if choice is None:
+                break
+            strategies = self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
+            evaluation = self.problem.judge(strategies, sizes, regather)
+            found.append(Found(strategies, sizes, regather, left_out, evaluation, choice))
+            hopeless = best is not None and best.fits and choice.objective_s > BEHIND * best.cost[1]
+            if found[-1].fits:
+                self.margin = usable - capacity
+            if found[-1].fits or hopeless:
+                break
+            capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
+        return best_of(found)
+
+    def _choose(
+        self,
+        sizes: GroupSizes,
+        regather: bool,
+        capacity: Array,
+        forced: Mapping[int, tuple[int, ...]],
+        barriers: bool,
+    ) -> Choice | None:
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers)
+        if key not in self.solved:
+            self.milps += 1
+            tables = self.problem.tables(regather)
+            self.solved[key] = choose(
+                tables.skeleton,
+                Prices(tables, sizes, capacity, SHORTER * self.problem.scale_s),
+                forced=forced,
+                barriers=barriers,
+                nodes=self.limits.nodes,
+                gap=MIP_GAP,
+            )
+        return self.solved[key]

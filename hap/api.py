@@ -68,7 +68,7 @@ def plan(
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
     spec = _cluster(cluster, profile)
-    return explained(_search(graph, spec, optimizer, pins, effort), graph, spec, helps=effort == "normal")
+    return _decide(graph, spec, optimizer, pins, effort)
 
 
 def compile(
@@ -111,7 +111,7 @@ def compile(
         if plan is not None:
             return (plan if isinstance(plan, Plan) else Plan.load(plan)).to_json()
         assert spec is not None
-        return explained(_search(graph, spec, optimizer, pins, effort), graph, spec, helps=False).to_json()
+        return _decide(graph, spec, optimizer, pins, effort).to_json()
 
     decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
@@ -161,9 +161,12 @@ def simulate(
     return play(graph, strategies, plan.sizes, spec, needs=needs, optimizer=plan.provenance.optimizer)
 
 
-def _search(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
+def _decide(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
+    """The plan with its explanation: the same bytes, and so the same checksum, from ``plan`` and from ``compile``."""
     found = plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins, effort=effort)
-    return _measured(found, cluster) if isinstance(cluster, CalibratedCluster) else found
+    if isinstance(cluster, CalibratedCluster):
+        found = _measured(found, cluster)
+    return explained(found, graph, cluster, helps=effort == "normal")
 
 
 def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]) -> Program:

@@ -49,6 +49,14 @@ class Device:
 class Frozen(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy that is as checked as one that was read, and remembers nothing of what was worked out from the old
+        fields (devices, ports, fingerprint), which pydantic's own would take along. pydantic.ValidationError if
+        ``update`` makes no sense."""
+        copied = super().model_copy(deep=deep)
+        given = {name: getattr(copied, name) for name in copied.model_fields_set}
+        return type(self).model_validate({**given, **(update or {})}, by_name=True)
+
 
 class DeviceSpec(Frozen):
     """``count`` equal devices: a catalogue ``gpu`` (other keys replace its numbers) or a complete set of numbers."""

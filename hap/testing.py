@@ -54,8 +54,8 @@ class HapPlan:
         max_memory_regression: float = 0.0,
         name: str | None = None,
     ) -> Plan:
-        """Plan now and compare with the golden plan; fail where the predicted step, or the memory of the device that
-        comes closest to its limit, grew by more than allowed (0.02 = 2%). A second check in one test needs a ``name``.
+        """Plan now and compare with the golden plan; fail where the predicted step, or the memory of any one device,
+        grew by more than allowed (0.02 = 2%). A second check in one test needs a ``name``.
         Returns today's plan."""
         from hap import api
         from hap.guard import judge

@@ -1,11 +1,15 @@
 """The ``hap`` command: its surface, its refusals, and how it finds a user's model."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer.main
 
 from hap import cli
 from hap.build import build_from, build_hugging_face
@@ -22,13 +26,20 @@ SURFACE = {
     "diff": ["--json"],
     "report": ["--run", "-o", "--out", "--json"],
     "check": ["--update", "--json"],
-    "program": [*MODEL, "-o", "--out"],
+    "program": [*MODEL, "-o", "--out", "--json"],
     "simulate": ["-c", "--cluster", *MODEL, "--profile", "-o", "--out", "--json"],
-    "profile": ["-c", "--cluster", *MODEL, "-o", "--out", "--cluster-out", "--optimizer", "--emulate", "--testbed"],
+    "profile": [
+        *("-c", "--cluster", *MODEL, "-o", "--out", "--cluster-out", "--optimizer", "--emulate", "--testbed", "--json")
+    ],
     "rules": [],
-    "run": ["-c", "--cluster", "--host", "--master"],
+    "rules check": [*MODEL, "--op", "--json"],
+    "run": ["-c", "--cluster", "--host", "--master", "--json"],
 }
 
+ONE = (
+    "name: one\nbackend: gloo\nhosts: [{name: a, devices: [{name: d, tflops: {float32: 1}, memory: 1GB, "
+    "memory_bandwidth: 1GB/s}]}]\n"
+)
 TINY = """
 import torch
 
@@ -65,22 +76,30 @@ def invoke(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return int(exit_.value.code or 0), out, err
 
 
-def test_the_surface_is_what_it_was() -> None:
-    import typer.main
+def surface(group: Any, prefix: str = "") -> dict[str, list[str]]:
+    """The options of every command, those of commands inside commands too."""
+    found: dict[str, list[str]] = {}
+    for name, command in group.commands.items():
+        found[prefix + name] = sorted(o for p in command.params if p.param_type_name == "option" for o in p.opts)
+        if hasattr(command, "commands"):
+            found |= surface(command, f"{prefix}{name} ")
+    return found
 
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    found = {
-        name: sorted(o for p in command.params if p.param_type_name == "option" for o in p.opts)
-        for name, command in commands.items()
-    }
+
+def test_the_surface_is_what_it_was() -> None:
+    found = surface(typer.main.get_command(cli.app))
     assert found == {name: sorted(options) for name, options in SURFACE.items()}
 
 
 @pytest.mark.parametrize("command", SURFACE)
 def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = invoke(capsys, command, "--help")
+    code, out, _ = invoke(capsys, *command.split(), "--help")
     assert code == 0
     assert f"Example:  hap {command}" in out
+
+
+def test_every_command_prints_json() -> None:
+    assert [name for name, options in SURFACE.items() if "--json" not in options] == ["rules"]  # which only has check
 
 
 def test_rules_check_proves_one_operator_and_names_what_is_missing(
@@ -92,9 +111,44 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
     assert code == 2 and err.startswith("error: no call of 'aten.nope.default'")
 
 
-def test_completion_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = invoke(capsys, "--help")
-    assert "--install-completion" in out
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("hap ex", {"explain"}), ("hap plan --wi", {"--without"}), ("hap rules ", {"check"})],
+)
+def test_completion_in_a_shell(typed: str, offered: set[str]) -> None:
+    """As bash asks: the line so far in variables, one candidate a line in return."""
+    environment = {
+        **os.environ,
+        "_HAP_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(len(typed.split(" ")) - 1),
+    }
+    code = "import hap.cli; hap.cli.main([])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert offered <= set(done.stdout.split()) and len(done.stdout.split()) <= 2, done
+
+
+def test_program_and_run_print_json(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(ONE)
+    code, _, _ = invoke(capfd, "plan", f"{script}:build", "-c", f"{tmp_path}/c.yaml", "-o", f"{tmp_path}/x.plan.json")
+    assert code == 0
+    code, out, _ = invoke(capfd, "program", f"{tmp_path}/x.plan.json", f"{script}:build", "--json")
+    body = json.loads(out)
+    assert code == 0 and body["out"] is None and "def forward" in body["source"]
+    (tmp_path / "script.py").write_text("import sys; print('said'); sys.exit(0)")
+    code, out, err = invoke(capfd, "run", "--json", "--cluster", f"{tmp_path}/c.yaml", f"{tmp_path}/script.py")
+    body = json.loads(out)
+    assert (code, body["exit_code"]) == (0, 0) and "said" in err and body["seconds"] > 0
+
+
+def test_profile_prints_json_or_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hap.commands.clocks import tell
+    from tests.cost_models.test_profile import made
+
+    tell(made(), tmp_path / "p.json", as_json=True)
+    body = json.loads(capsys.readouterr().out)
+    assert body["out"] == str(tmp_path / "p.json") and body["fingerprint"] == made().fingerprint
+    assert [r["device"] for r in body["ranks"]] == [r.device for r in made().ranks]
 
 
 def test_exit_codes_are_documented() -> None:
@@ -104,10 +158,7 @@ def test_exit_codes_are_documented() -> None:
 
 def test_run_passes_on_what_torchrun_would_take_for_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
-    (tmp_path / "c.yaml").write_text(
-        "name: one\nbackend: gloo\nhosts: [{name: a, devices: [{name: d, tflops: {float32: 1}, memory: 1GB, "
-        "memory_bandwidth: 1GB/s}]}]\n"
-    )
+    (tmp_path / "c.yaml").write_text(ONE)
     with pytest.raises(SystemExit) as exit_:
         cli.main(["run", "--cluster", f"{tmp_path}/c.yaml", f"{tmp_path}/script.py", "--log", "x", "--nnodes", "7"])
     assert not exit_.value.code

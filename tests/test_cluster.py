@@ -3,6 +3,7 @@
 import pickle
 from pathlib import Path
 
+import pydantic
 import pytest
 import yaml
 
@@ -271,3 +272,24 @@ def test_catalogue_is_complete_and_says_where_it_is_from() -> None:
         assert gpu.memory_bytes > 0 and gpu.memory_bandwidth_bytes_per_s > 0
     assert find_gpu("v100 16gb").tflops["float16"] == 125
     assert "bfloat16" not in find_gpu("V100-16GB").tflops
+
+
+def test_a_changed_copy_remembers_nothing_of_the_old_one() -> None:
+    spec = ClusterSpec.from_yaml(LAB)
+    before = spec.fingerprint, spec.world_size, spec.fabric
+    other = spec.model_copy(update={"backend": "gloo" if spec.backend == "nccl" else "nccl"})
+    assert other.fingerprint != before[0] and other.world_size == before[1]
+    assert other.fingerprint == ClusterSpec.from_yaml(other.to_yaml()).fingerprint
+    fewer = spec.model_copy(update={"hosts": spec.hosts[:1], "links": ()})
+    assert fewer.world_size == spec.hosts[0].size == len(fewer.devices) < before[1]
+    assert len(fewer.fabric.ports) < len(before[2].ports)
+    assert spec.model_copy() == spec and spec.model_copy().fingerprint == before[0]
+    assert spec.model_copy(deep=True).fingerprint == before[0]
+
+
+def test_a_changed_copy_is_checked() -> None:
+    spec = ClusterSpec.from_yaml(LAB)
+    with pytest.raises(pydantic.ValidationError, match="no hosts"):
+        spec.model_copy(update={"hosts": ()})
+    with pytest.raises(pydantic.ValidationError, match="bakend"):
+        spec.model_copy(update={"bakend": "gloo"})

@@ -43,6 +43,7 @@ def profile(
     testbed: Annotated[
         bool, typer.Option("--testbed", help="On benchmarks/testbed, from a checkout, as root.")
     ] = False,
+    as_json: shared.Json = False,
 ) -> None:
     """Measure the devices, links and collectives of a running job.
 
@@ -61,12 +62,11 @@ def profile(
 
         spec = ClusterSpec.load(cluster)
         if testbed:
-            _on_testbed(spec, model, hf, batch, seq, optimizer).save(out)
-            print(f"wrote {out}", file=sys.stderr)
+            tell(_on_testbed(spec, model, hf, batch, seq, optimizer), out, as_json)
         else:
             raise typer.Exit(_launch(spec))
         return
-    _on_ranks(model, hf, batch, seq, cluster, out, cluster_out, optimizer, emulate)
+    _on_ranks(model, hf, batch, seq, cluster, out, cluster_out, optimizer, emulate, as_json)
 
 
 def _launch(spec: ClusterSpec) -> int:
@@ -86,6 +86,7 @@ def _on_ranks(
     cluster_out: Path,
     optimizer: str,
     emulate: bool,
+    as_json: bool,
 ) -> None:
     """What every rank does."""
     import torch
@@ -110,9 +111,7 @@ def _on_ranks(
             shared.write(cluster_out, spec.to_yaml())
     found = measure_on(comm, spec, (model, hf, batch, seq), optimizer, slowdown, said)
     if comm.rank == 0:
-        found.save(out)
-        print(f"wrote {out}", file=sys.stderr)
-        print(summary(found))
+        tell(found, out, as_json)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -154,9 +153,7 @@ def _on_testbed(
 
     with Testbed(spec) as bed:
         found = bed.run(_bed_rank, spec.to_yaml(), (model, hf, batch, seq), optimizer, timeout=300.0)
-    measured = Profile.model_validate_json(found[0])
-    print(summary(measured))
-    return measured
+    return Profile.model_validate_json(found[0])
 
 
 def _bed_rank(rank: int, text: str, named: tuple[str | None, str | None, int, int | None], optimizer: str) -> str:
@@ -172,6 +169,27 @@ def _bed_rank(rank: int, text: str, named: tuple[str | None, str | None, int, in
     spec = ClusterSpec.from_yaml(text)
     found = measure_on(Communicator(dist.group.WORLD), spec, named, optimizer, slowdown, said)
     return str(found.model_dump_json())
+
+
+def tell(found: Profile, out: Path, as_json: bool) -> None:
+    """Save the profile, and print its summary: a few lines, or under --json what they are made of."""
+    found.save(out)
+    print(f"wrote {out}", file=sys.stderr)
+    if not as_json:
+        print(summary(found))
+        return
+    ranks = [{"device": r.device, "spread": r.spread, "calls": len(found.kinds[r.kind].calls)} for r in found.ranks]
+    shared.print_json(
+        {
+            "out": str(out),
+            "cluster": found.cluster,
+            "fingerprint": found.fingerprint,
+            "seconds_taken": found.seconds_taken,
+            "conditions": found.conditions,
+            "ranks": ranks,
+            "links": [link.model_dump(mode="json") for link in found.links],
+        }
+    )
 
 
 def summary(found: Profile) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hap.commands.shared import ClusterOption
+from hap.commands.shared import ClusterOption, Json, print_json
 from hap.errors import HapError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def run(
     cluster: ClusterOption,
     host: Annotated[str | None, typer.Option(help="This machine's name in the cluster file.")] = None,
     master: Annotated[str | None, typer.Option(metavar="ADDRESS:PORT", help="Where the first host listens.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Launch a script under torchrun.
 
@@ -32,6 +34,9 @@ def run(
 
     Without --host all ranks start on this machine. With it, run the same command on every host of the cluster file:
     hap run --cluster cluster.yaml --host left --master 10.0.0.1:29500 train.py
+
+    Exits with what torchrun returned. With --json the script's own output goes to stderr, and stdout has the command,
+    its exit code and its seconds.
     """
     from hap.cluster import ClusterSpec
 
@@ -40,7 +45,12 @@ def run(
     launcher = launch_arguments(ClusterSpec.load(cluster), host, master)
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--", str(script), "--cluster", cluster]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun sets the same, with a warning
-    raise typer.Exit(subprocess.run([*command, *context.args], env=environment, check=False).returncode)
+    command += context.args
+    started = time.monotonic()
+    code = subprocess.run(command, env=environment, check=False, stdout=sys.stderr if as_json else None).returncode
+    if as_json:
+        print_json({"command": command, "exit_code": code, "seconds": time.monotonic() - started})
+    raise typer.Exit(code)
 
 
 def launch_arguments(cluster: ClusterSpec, host: str | None, master: str | None) -> list[str]:

@@ -86,6 +86,7 @@ def program(
     batch: Batch = 8,
     seq: SequenceLength = None,
     out: shared.PythonOut = None,
+    as_json: Json = False,
 ) -> None:
     """Write a plan's program as Python.
 
@@ -107,7 +108,10 @@ def program(
             example_targets=built.example_targets,
             loss_fn=built.loss_fn,
         )
-    if out is None:
-        print(source, end="")
-    else:
+    if out is not None:
         shared.write(out, source)
+    if as_json:
+        written = None if out is None else str(out)
+        shared.print_json({"model": loaded.provenance.model, "plan": loaded.checksum, "out": written, "source": source})
+    elif out is None:
+        print(source, end="")

@@ -3,12 +3,15 @@
 import difflib
 import json
 from pathlib import Path
+from typing import Any, Literal
 
 import jsonschema
 import pytest
+import torch
 
 import hap
 from hap import plan_file
+from hap.cluster import ClusterSpec
 from hap.errors import PlanError
 from hap.plan import GroupPlan, Plan
 from tests.test_language import small_plan
@@ -98,3 +101,16 @@ def test_what_is_told_per_rank_is_told_of_every_rank() -> None:
     short = small_plan().predicted.model_copy(update={"memory_bytes": (1, 1)})
     with pytest.raises(PlanError, match="2 memories for 3 ranks"):
         Plan.from_json(small_plan().model_copy(update={"predicted": short}).to_json())
+
+
+@pytest.mark.parametrize("effort", ["quick", "normal"])
+def test_plan_and_compile_make_the_same_file(effort: Literal["quick", "normal"]) -> None:
+    """So a plan made offline is told by its checksum to be the one that a job would make."""
+    cluster = ClusterSpec.from_yaml(
+        "backend: gloo\nhosts: [{name: a, devices: [{tflops: {float32: 1}, memory: 1GB, memory_bandwidth: 9GB/s}]}]"
+    )
+    model, batch = torch.nn.Linear(4, 2), torch.zeros(8, 4)
+    arguments: dict[str, Any] = {"example_inputs": batch, "loss_fn": torch.Tensor.mean, "effort": effort}
+    offline = hap.plan(model, cluster, **arguments)
+    assert hap.compile(model, cluster, **arguments).plan.to_json() == offline.to_json()
+    assert offline.explanation is not None and bool(offline.explanation.helps) == (effort == "normal")

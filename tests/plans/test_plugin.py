@@ -23,7 +23,7 @@ def build(width=24):
     model = torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Tanh(), torch.nn.Linear(width, 1))
     return {"model": model, "example_inputs": (torch.zeros(32, 6),), "loss_fn": lambda out: out.square().mean()}
 """
-FULLER = "the fullest device, now b, is fuller by 100.0%, from 1 B to 2 B (at most 0.0% allowed)"
+FULLER = "memory of b grew by 100.0%, from 1 B to 2 B (at most 0.0% allowed)"
 CHECK = "tiny.plan.json: {model: 'tiny.py:build', cluster: cluster.yaml, effort: quick}\n"
 
 
@@ -100,6 +100,20 @@ def changed(step_s: float = 2.0, memory: tuple[int, ...] = (1, 1, 1), cluster: s
 def test_the_limits(found: Plan, reason: str | None) -> None:
     result = judge("x", small_plan(), found, max_step_regression=0.02, max_memory_regression=0.0)
     assert result.reasons == (() if reason is None else (reason,))
+
+
+def test_a_device_beside_a_fuller_one_is_guarded_too() -> None:
+    golden = changed(memory=(10, 2, 0))
+
+    def reasons(allowed: float, *memory: int) -> tuple[str, ...]:
+        found = changed(memory=memory)
+        return judge("x", golden, found, max_step_regression=0.0, max_memory_regression=allowed).reasons
+
+    assert reasons(0.4, 9, 3, 0) == ("memory of b grew by 50.0%, from 2 B to 3 B (at most 40.0% allowed)",)
+    assert reasons(0.0, 9, 3, 1) == (
+        "memory of c grew, from 0 B to 1 B (at most 0.0% allowed), and 1 other device grew too",
+    )
+    assert reasons(0.5, 10, 3, 0) == ()
 
 
 @pytest.fixture

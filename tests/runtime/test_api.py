@@ -12,30 +12,15 @@ import torch.distributed as dist
 import hap
 from hap.cluster import ClusterSpec
 from tests._support import gpt2
+from tests._support.lab import LAB, lab
 from tests._support.plans import replicated_plan
 from tests._support.ranks import run_ranks
 
-# Slow devices on a quick network, so that sharing the work pays.
-LAB = """
-name: lab
-backend: gloo
-hosts:
-  - name: all
-    link: {bandwidth: 100GB/s, latency: 1ns}
-    devices:
-      - {name: quick, tflops: {float32: 0.005, float64: 0.005}, memory: 16GB, memory_bandwidth: 3GB/s, launch: 1ns}
-      - {name: mid, tflops: {float32: 0.002, float64: 0.002}, memory: 8GB, memory_bandwidth: 1.2GB/s, launch: 1ns}
-      - {name: slow, tflops: {float32: 0.001, float64: 0.001}, memory: 8GB, memory_bandwidth: 0.6GB/s, launch: 1ns}
-"""
 ONE = """
 name: one
 backend: gloo
 hosts: [{name: a, devices: [{tflops: {float32: 1, float64: 1}, memory: 8GB, memory_bandwidth: 9GB/s}]}]
 """
-
-
-def lab() -> ClusterSpec:
-    return ClusterSpec.from_yaml(LAB)
 
 
 def arguments(**changes: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.codegen.program import Start
@@ -26,27 +25,16 @@ from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from hap.search.planner import plan_graph
 from tests._support import cases, gpt2
+from tests._support.lab import lab
 from tests._support.ranks import run_ranks
 
 STEPS = 5
 MAX_NORM = 0.5
-# Slow devices of unequal speed on a quick network, so that sharing the work pays.
-LAB = """
-name: lab
-backend: gloo
-hosts:
-  - name: all
-    link: {bandwidth: 100GB/s, latency: 1ns}
-    devices:
-      - {name: quick, tflops: {float64: 0.005, float32: 0.005}, memory: 16GB, memory_bandwidth: 3GB/s, launch: 1ns}
-      - {name: mid, tflops: {float64: 0.002, float32: 0.002}, memory: 8GB, memory_bandwidth: 1.2GB/s, launch: 1ns}
-      - {name: slow, tflops: {float64: 0.001, float32: 0.001}, memory: 8GB, memory_bandwidth: 0.6GB/s, launch: 1ns}
-"""
 
 
 def planned() -> Plan:
     """What the planner chooses when nothing is pinned."""
-    return plan_graph(choices(gpt2.graph()), ClusterSpec.from_yaml(LAB), effort="quick")
+    return plan_graph(choices(gpt2.graph()), lab(), effort="quick")
 
 
 PLANS = {

@@ -5,13 +5,14 @@
     overlapped:  it is issued as soon as its value exists; ranks go on, and wait for it where its first reader stands
                  (that of a result: at the update)
 
-``evaluate`` is the same with nothing overlapped: the two agree to rounding. Every span knows the span that let it
+``evaluate`` is the same with nothing overlapped: the two agree to rounding. ``simulate`` plays a graph; ``play`` plays
+events, which ``hap.search.judge`` makes of a program as its passes leave it. Every span knows the span that let it
 start, so the critical path is followed backwards from the last end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +74,40 @@ class Timeline:
         return tuple(reversed(path))
 
 
+@dataclass(frozen=True)
+class Issue:
+    """A collective begins, as soon as all ranks are here and the wire is free. ``seconds`` on the wire."""
+
+    handle: str
+    name: str
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Await:
+    """Nobody goes on before the collective issued under ``handle`` has ended."""
+
+    handle: str
+
+
+Event = Local | Issue | Await
+
+
+def play(events: Iterable[Event], devices: tuple[str, ...]) -> Timeline:
+    """One step of these events, the same for all ranks; what is not awaited ends with the step."""
+    player = _Player(len(devices))
+    for event in events:
+        match event:
+            case Local():
+                player.compute(event)
+            case Issue():
+                player.issue(event)
+            case Await(handle=handle):
+                player.wait(handle)
+    return player.finish(devices)
+
+
 def simulate(
     graph: Graph,
     strategies: Mapping[str, Strategy],
@@ -90,21 +125,26 @@ def simulate(
     costs = Pricer(graph, sizes, cluster).price(needs)
     items = list(sequence(graph, strategies, sizes, cluster, costs, model))
     update = update_seconds(graph, strategies, sizes, cluster, optimizer, model)
-    player = _Player(cluster.world_size)
-    asynchronous = _issues(graph, costs, frozenset(overlapped))
-    player.issue(asynchronous.get("", ()))
-    for item in items:
-        if isinstance(item, ConversionCost):
-            if item.need not in player.pending:
-                player.block(item)
+    started = _issues(graph, costs, frozenset(overlapped))
+
+    def issue(cost: ConversionCost) -> Issue:
+        return Issue(str(cost.need), str(cost.need.value), cost.need.collective, cost.seconds)
+
+    def events() -> Iterator[Event]:
+        yield from map(issue, started.get("", ()))
+        for item in items:
+            if not isinstance(item, ConversionCost):
+                yield item
+                yield from map(issue, started.get(item.name, ()))
+            elif item.need not in overlapped:
+                yield issue(item)
+                yield Await(str(item.need))
             elif item.need.before:
-                player.wait(item.need)
-        else:
-            player.compute(item)
-            player.issue(asynchronous.get(item.name, ()))
-    player.wait_for_all()
-    player.compute(Local("optimizer", "update", update))
-    return player.finish(tuple(d.name for d in cluster.devices))
+                yield Await(str(item.need))
+        yield from (Await(str(c.need)) for c in costs if c.need in overlapped and not c.need.before)
+        yield Local("optimizer", "update", update)
+
+    return play(events(), tuple(d.name for d in cluster.devices))
 
 
 def _issues(
@@ -128,7 +168,7 @@ class _Player:
 
     world_size: int
     spans: list[Span] = field(default_factory=list)
-    pending: dict[Need, int] = field(default_factory=dict)  # overlapped and not yet waited for -> its span
+    pending: dict[str, int] = field(default_factory=dict)  # issued and not yet waited for -> its span
     wire: float = 0.0
     last_wire: int | None = None  # the span that set ``wire``
 
@@ -146,29 +186,18 @@ class _Player:
                 self.free[rank], self.last[rank] = start + seconds, len(self.spans) - 1
                 self.busy[rank] += seconds
 
-    def issue(self, costs: Sequence[ConversionCost]) -> None:
-        for cost in costs:
-            self.pending[cost.need] = self._run(cost)
-
-    def block(self, cost: ConversionCost) -> None:
-        self._hold(self._run(cost))
-
-    def wait(self, need: Need) -> None:
-        self._hold(self.pending.pop(need))
-
-    def wait_for_all(self) -> None:
-        for need in list(self.pending):
-            self.wait(need)
-
-    def _run(self, cost: ConversionCost) -> int:
-        """Put a collective on the wire; the index of its span."""
+    def issue(self, event: Issue) -> None:
+        """Put a collective on the wire."""
         slowest = int(self.free.argmax())
         arrival = float(self.free[slowest])
         start, after = (arrival, self.last[slowest]) if arrival >= self.wire else (self.wire, self.last_wire)
-        name, kind = str(cost.need.value), cost.need.collective
-        self.spans.append(Span(None, "communication", name, kind, start, start + cost.seconds, after))
-        self.wire, self.last_wire = start + cost.seconds, len(self.spans) - 1
-        return self.last_wire
+        end = start + event.seconds
+        self.spans.append(Span(None, "communication", event.name, event.kind, start, end, after))
+        self.wire, self.last_wire = end, len(self.spans) - 1
+        self.pending[event.handle] = self.last_wire
+
+    def wait(self, handle: str) -> None:
+        self._hold(self.pending.pop(handle))
 
     def _hold(self, index: int) -> None:
         """Every rank goes on when the collective has ended, if it is not later anyway."""

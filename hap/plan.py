@@ -79,9 +79,11 @@ class Conversion(_Frozen):
 
 
 class Prediction(_Frozen):
-    """What the cost model expects. Seconds and bytes; one entry per rank where a tuple."""
+    """What the cost model expects. Seconds and bytes; one entry per rank where a tuple. ``step_s``, which the bound is
+    for, has nothing overlap; ``overlapped_s`` is the step of the program as it is run, after its passes."""
 
     step_s: float = pydantic.Field(ge=0)
+    overlapped_s: float | None = pydantic.Field(default=None, ge=0)
     compute_s: tuple[Seconds, ...]
     communication_s: float = pydantic.Field(ge=0)
     memory_bytes: tuple[Bytes, ...]

@@ -19,7 +19,7 @@ from hap.units import format_size
 
 ASSUMPTIONS = (
     "device and link numbers come from the cluster description and the GPU catalogue, not from measurement",
-    "compute and communication do not overlap",
+    "step and bound: compute and communication do not overlap; the overlapped step is the program's as it is run",
     "the lower bound holds for this cost model; it counts communication at its least for any shares",
 )
 
@@ -46,6 +46,7 @@ def assemble_plan(
     lower_bound_s: float | None,
     solver: Mapping[str, Any],
     advice: Advice | None = None,
+    overlapped_s: float | None = None,
 ) -> Plan:
     """The plan of one choice and its evaluation. Only groups that some placement shards are in it. ``advice``: which
     devices would better be left out; it goes beside what limits the step."""
@@ -75,7 +76,9 @@ def assemble_plan(
         },
         strategies={node.name: str(strategies[node.name]) for node in graph.nodes},
         conversions=evaluation.to_conversions(),
-        predicted=evaluation.to_prediction(lower_bound_s).model_copy(update={"tight": limits}),
+        predicted=evaluation.to_prediction(lower_bound_s).model_copy(
+            update={"tight": limits, "overlapped_s": overlapped_s}
+        ),
         devices=tuple(d.name for d in cluster.devices),
     )
     verify_plan(plan)

@@ -24,6 +24,7 @@ from hap.search.advice import advise
 from hap.search.assemble import assemble_plan
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
+from hap.search.judge import finest
 from hap.search.limits import LIMITS, Effort, Limits
 from hap.search.pins import Pins
 from hap.search.problem import Problem
@@ -52,7 +53,7 @@ def plan_graph(
     InfeasibleError if nothing fits, with the numbers; PlanError for a pin that makes no sense.
     """
     search = Search(Problem.state(choices, cluster, optimizer, pins or Pins()), LIMITS[effort])
-    best = search.run()
+    best, overlapped_s = finest(search.chooser, search.run(), search.met)
     advice = advise(search.problem, best, _alone) if effort == "normal" else None
     return assemble_plan(
         choices,
@@ -65,6 +66,7 @@ def plan_graph(
         lower_bound_s=search.bound_s,
         solver=search.statistics(best),
         advice=advice,
+        overlapped_s=overlapped_s,
     )
 
 
@@ -83,6 +85,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.problem, self.limits)
+        self.met: list[Found] = []
 
     @cached_property
     def bound_s(self) -> float | None:
@@ -137,6 +140,7 @@ class Search:
                 best = best_of((best, chosen))
                 break
             reshared = reshare(self.problem, chosen)
+            self.met += [chosen, reshared]
             cost = min(chosen.cost, reshared.cost)
             best = best_of((best, chosen, reshared))
             assert best is not None

@@ -1,0 +1,236 @@
+"""The step of a plan's program as it is run by default, collectives bundled and beside compute; the plan with the best.
+
+``evaluate`` adds a step up with nothing overlapped. A program that went through the passes does better, and not every
+plan gains alike: an all-reduce per gradient, bundled and sent while the backward pass goes on, is nearly free on a
+fast link, while a parameter that the first layer needs is waited for. So the planner's candidates are compared again,
+each lowered, rewritten and played (``played``):
+
+    a call        its node's seconds on every rank; a call that a pass folded into another counts there
+    a conversion  packing and joining are compute, the wire is one stream for all, in the order of issue
+    a bundle      one collective of all its bytes, by the way that is fastest for them
+
+The candidates are those the search has met, and the data-parallel family, which are points of the same space that a
+bulk-synchronous view passes by: whole or sharded parameters, each with the batch split by speed and evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.codegen.lowering import lower
+from hap.codegen.passes.runner import Pass, run_passes, standard_passes
+from hap.codegen.passes.windows import work_of
+from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait
+from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
+from hap.cost_models.compute import ComputeTable, split_work
+from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.profile import MeasuredDevice
+from hap.cost_models.sequence import Local
+from hap.cost_models.timeline import Await, Event, Issue, Timeline, play
+from hap.cost_models.work import node_work
+from hap.fabric import Array
+from hap.graph import Graph
+from hap.placement import REPLICATE, Shard
+from hap.plan import Plan, Strategy
+from hap.search.assemble import assemble_plan
+from hap.search.found import Found
+from hap.search.problem import Problem
+from hap.search.refine import reshare
+from hap.search.strategies import Chooser
+
+MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
+FAR = 1.6  # times the shortest bulk-synchronous step: what bundling and overlap do not make up for
+COPY_EFFICIENCY = 0.8  # of memory bandwidth, as in ``hap.cost_models.collective``
+
+
+def default_passes(program: Program, cluster: ClusterSpec | None) -> tuple[Pass, ...]:
+    """The passes that ``hap.compile`` runs. A bundle goes the way that is fastest on the cluster for its bytes, where
+    that is known."""
+
+    def choose(largest: Convert, nbytes: int) -> str:
+        if cluster is None:
+            return largest.decomposition
+        return best_decomposition(largest.kind, nbytes, largest.source, largest.target, program.sizes, cluster)[0]
+
+    return standard_passes(choose=choose)
+
+
+def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, off: Sequence[str] = ()) -> Timeline:
+    """One step of ``program``, which ``lower`` made of ``plan``, after the passes but those named in ``off``."""
+    rewritten = run_passes(program, default_passes(program, cluster), off=off).program
+    return play(_Events(graph, plan, rewritten, cluster).all(), tuple(d.name for d in cluster.devices))
+
+
+def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
+    """Of ``best``, what else the search ``met`` and the data-parallel family: the one whose program has the shortest
+    step as it is run, and that step in seconds; of equals the one with the shorter bulk-synchronous step."""
+    problem = chooser.problem
+    found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
+    candidates = [f for f in found.values() if f.cost[1] <= FAR * best.cost[1]][: 1 + MOST]
+    candidates += {_key(f): f for f in _family(chooser) if f.fits and _key(f) not in found}.values()
+    timed = [(_seconds(problem, f), f.cost, number) for number, f in enumerate(candidates)]
+    seconds, _, number = min(timed)
+    return candidates[number], seconds
+
+
+def _key(found: Found) -> tuple[object, ...]:
+    return tuple(found.strategies.items()), tuple(found.sizes.items()), found.regather
+
+
+def _seconds(problem: Problem, found: Found) -> float:
+    graph = problem.choices.graph
+    made = assemble_plan(
+        problem.choices,
+        problem.cluster,
+        found.strategies,
+        found.sizes,
+        found.evaluation,
+        optimizer=problem.optimizer,
+        model_name=graph.name,
+        lower_bound_s=None,
+        solver={},
+    )
+    return played(graph, made, lower(graph, made), problem.cluster).step_s
+
+
+def _family(chooser: Chooser) -> Iterator[Found]:
+    """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO): where pins allow."""
+    problem = chooser.problem
+    batch = next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
+    if batch is None or problem.world_size == 1:
+        return
+    for sharded in (False, True):
+        forced = _forced(problem, batch, sharded)
+        for speed in (1.0 / problem.whole_s, np.ones(problem.world_size)):
+            shares = tuple((speed / speed.sum()).tolist())
+            found = chooser.strategies(problem.round({}, shares, shares), False, (), forced=forced)
+            if found is not None:
+                yield from (found, reshare(problem, found))
+
+
+def _forced(problem: Problem, batch: str, sharded: bool) -> dict[int, tuple[int, ...]]:
+    """Class of a parameter or an input -> the options that the family leaves it."""
+    found: dict[int, tuple[int, ...]] = {}
+    for node in problem.choices.graph.nodes:
+        if node.op in ("input", "parameter"):
+            placements = [s.outputs[0] for s in problem.facts.candidates[node.name]]
+            if node.op == "input":
+                fitting = [isinstance(p, Shard) and p.group == batch for p in placements]
+            else:
+                fitting = [isinstance(p, Shard) if sharded else p == REPLICATE for p in placements]
+            if any(fitting):
+                found[problem.classes.of[node.name]] = tuple(i for i, fits in enumerate(fitting) if fits)
+    return found
+
+
+def _first_dims(problem: Problem, name: str) -> Iterator[str]:
+    """The groups that an input's first dim can be sharded in."""
+    for strategy in problem.facts.candidates[name]:
+        placement = strategy.outputs[0]
+        if isinstance(placement, Shard) and placement.dim == 0:
+            yield placement.group
+
+
+@dataclass(frozen=True)
+class _Wire:
+    """One collective: seconds on the wire, and of packing and joining on every rank (N,)."""
+
+    seconds: float
+    packing: Array
+
+
+@dataclass
+class _Events:
+    """A program's instructions as events."""
+
+    graph: Graph
+    plan: Plan
+    program: Program
+    cluster: ClusterSpec
+    _known: dict[tuple[object, ...], _Wire] = field(default_factory=dict)
+
+    def all(self) -> Iterator[Event]:
+        strategies = {node.name: self.plan.strategy(node.name) for node in self.graph.nodes}
+        calls = self._call_seconds(strategies)
+        around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in self.cluster.devices]
+        yield Local("step", "forward", np.array(around))
+        for phase, part in (("forward", self.program.forward), ("backward", self.program.backward)):
+            for number, instruction in enumerate(part):
+                yield from self._instruction(instruction, f"{phase} {number}", phase, calls)
+        sizes, optimizer = self.plan.sizes, self.plan.provenance.optimizer
+        yield Local("optimizer", "update", update_seconds(self.graph, strategies, sizes, self.cluster, optimizer))
+
+    def _instruction(
+        self, instruction: Instruction, place: str, phase: str, calls: Mapping[str, Array]
+    ) -> Iterator[Event]:
+        match instruction:
+            case Call():
+                name = self._node(instruction)
+                if name in calls:
+                    yield Local(name, phase, calls[name])
+            case Convert(kind="slice"):
+                yield Local(
+                    f"slice {instruction.output}", "slice", self._wire(Together((instruction,), "local")).packing
+                )
+            case Convert() | Together():
+                work = work_of(instruction)
+                assert work is not None
+                yield from self._start(place, work)
+                yield from self._wait(place, work)
+            case Start(handle=handle, work=work):
+                yield from self._start(handle, work)
+            case Wait(handle=handle, work=work):
+                yield from self._wait(handle, work)
+
+    def _node(self, call: Call) -> str:
+        return next(self.program.held[name].value.node for name in call.outputs if name is not None)
+
+    def _start(self, handle: str, work: Together) -> Iterator[Event]:
+        found = self._wire(work)
+        yield Local(f"pack {handle}", work.kind, found.packing / 2)
+        yield Issue(handle, ", ".join(work.outputs), work.kind, found.seconds)
+
+    def _wait(self, handle: str, work: Together) -> Iterator[Event]:
+        yield Await(handle)
+        yield Local(f"join {handle}", work.kind, self._wire(work).packing / 2)
+
+    def _wire(self, work: Together) -> _Wire:
+        nbytes = [self.program.held[m.input].meta.nbytes for m in work.members]
+        largest = max(range(len(nbytes)), key=nbytes.__getitem__)
+        source, target = work.members[largest].source, work.members[largest].target
+        key = (work.kind, work.decomposition, sum(nbytes), source, target)
+        if key not in self._known:
+            sizes, n = self.program.sizes, self.cluster.world_size
+            form = collective_coefficients(
+                work.kind, work.decomposition, sum(nbytes), source, target, self.cluster, sizes=sizes
+            )
+            rho, sigma = shares(source, sizes, n), shares(target, sizes, n)
+            packing, seconds = np.zeros(n), form.constant_s
+            for stage in form.stages:
+                if stage.in_memory:
+                    packing = packing + stage.rows(rho, sigma)
+                else:
+                    seconds += stage.seconds(rho, sigma)
+            if work.kind == "all_reduce" and n > 1:
+                bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
+                packing = packing + 2 * sum(nbytes) / (COPY_EFFICIENCY * bandwidth)
+            self._known[key] = _Wire(seconds, packing)
+        return self._known[key]
+
+    def _call_seconds(self, strategies: Mapping[str, Strategy]) -> dict[str, Array]:
+        """Node -> seconds on every rank (N,), where it takes any."""
+        table = ComputeTable(self.cluster.devices)
+        n = self.cluster.world_size
+        rho = {group: np.array(s, dtype=np.float64) / sum(s) for group, s in self.plan.sizes.items()}
+        found: dict[str, Array] = {}
+        for node in self.graph.nodes:
+            if not node.is_source:
+                parts = split_work(node_work(self.graph, node), strategies[node.name])
+                seconds = table.seconds(parts, np.ones(n) if parts.group is None else rho[parts.group])
+                if seconds.any():
+                    found[node.name] = seconds
+        return found

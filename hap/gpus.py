@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,6 +48,25 @@ def find_gpu(name: str) -> Gpu:
     names = [gpu.name for key, gpu in by_key.items() if key_of(name) and key_of(name) in key]
     suggestion = suggest(name, names or catalogue())
     raise ValueError(f"unknown GPU type {name!r}{suggestion} (or give tflops, memory, memory_bandwidth)")
+
+
+def find_device(name: str, memory_bytes: int) -> Gpu | None:
+    """The row of a GPU that calls itself ``name`` ("NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3", "Tesla T4") and
+    says that it has ``memory_bytes``; None if the catalogue has none. The row's model ("A100", "RTX 3090") must be said
+    as whole words, its memory be within a tenth, and a PCIe card be a row of such cards if there is one."""
+    said, on_pcie = _words(name), "pcie" in _words(name)
+    found: list[tuple[bool, float, Gpu]] = []
+    for gpu in catalogue().values():
+        model = [w for w in _words(gpu.name) if w != "pcie" and not w.endswith("gb")]
+        away = abs(gpu.memory_bytes - memory_bytes) / gpu.memory_bytes
+        if away <= 0.1 and any(said[i : i + len(model)] == model for i in range(len(said))):
+            found.append((("pcie" in _words(gpu.name)) != on_pcie, away, gpu))
+    return min(found, key=lambda f: f[:2])[2] if found else None
+
+
+def _words(name: str) -> list[str]:
+    """ "NVIDIA GeForce RTX 2080 Ti" -> nvidia, geforce, rtx, 2080, ti."""
+    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
 
 
 def key_of(name: str) -> str:

@@ -9,7 +9,7 @@ import yaml
 
 from hap.cluster import ClusterSpec, Link
 from hap.errors import ClusterError
-from hap.gpus import catalogue, find_gpu
+from hap.gpus import catalogue, find_device, find_gpu
 from hap.units import format_rate, format_size, format_time, parse_rate, parse_size, parse_time
 
 LAB = """
@@ -272,6 +272,32 @@ def test_catalogue_is_complete_and_says_where_it_is_from() -> None:
         assert gpu.memory_bytes > 0 and gpu.memory_bandwidth_bytes_per_s > 0
     assert find_gpu("v100 16gb").tflops["float16"] == 125
     assert "bfloat16" not in find_gpu("V100-16GB").tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "row"),
+    [
+        ("Tesla T4", 14.6, "T4"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB"),
+        ("Tesla V100-PCIE-16GB", 15.8, "V100-PCIE-16GB"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", 79.3, "A100-PCIE-80GB"),
+        ("NVIDIA H100 80GB HBM3", 79.2, "H100"),
+        ("NVIDIA H100 PCIe", 79.2, "H100-PCIE"),
+        ("NVIDIA H200", 139.8, "H200"),
+        ("NVIDIA GeForce RTX 2080 Ti", 10.75, "RTX-2080-TI"),
+        ("NVIDIA RTX A6000", 47.5, "RTX-A6000"),
+        ("NVIDIA L4", 22.2, "L4"),
+        ("NVIDIA L40S", 44.4, "L40S"),
+        ("NVIDIA A10", 22.1, "A10"),
+        ("NVIDIA GeForce GTX 1080", 8.0, None),
+        ("NVIDIA H100 NVL", 93.1, None),  # another card than both that are listed
+    ],
+)
+def test_a_gpu_is_known_by_what_it_calls_itself(name: str, gib: float, row: str | None) -> None:
+    found = find_device(name, round(gib * 2**30))
+    assert (found.name if found else None) == row
 
 
 def test_a_changed_copy_remembers_nothing_of_the_old_one() -> None:

@@ -17,7 +17,7 @@ import torch
 from hap.cluster import ClusterSpec
 from hap.cost_models.profile import LinkProfile
 from hap.errors import ClusterError
-from hap.gpus import catalogue, key_of
+from hap.gpus import find_device
 from hap.hosts import DeviceSpec, DuplexSpec, HostSpec
 from hap.runtime.collectives import Communicator
 from hap.runtime.profile_ops import Clock
@@ -107,9 +107,8 @@ def _host_name(host: str, index: int) -> str:
 
 
 def _device(found: Found, sharing: int) -> DeviceSpec:
-    for gpu in catalogue():
-        if key_of(found.name).endswith(key_of(gpu)):
-            return DeviceSpec.model_validate({"gpu": gpu, "memory": format_size(found.memory_bytes)})
+    if (gpu := find_device(found.name, found.memory_bytes)) is not None:
+        return DeviceSpec.model_validate({"gpu": gpu.name, "memory": format_size(found.memory_bytes)})
     on_cpu = found.name == "cpu"
     return DeviceSpec.model_validate(
         {

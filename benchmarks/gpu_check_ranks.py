@@ -1,0 +1,222 @@
+"""What every rank of ``benchmarks/gpu_check.py`` runs: collectives of unequal shares, and whole training steps.
+
+Both are compared with what one device computes. ``start_ranks`` is the launcher: a process for each rank, joined
+through a file, NCCL on GPUs and Gloo on a CPU.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+
+import hap
+from hap.cluster import ClusterSpec
+from hap.codegen.layout import Layout
+from hap.codegen.program import DECOMPOSITIONS
+from hap.runtime.collectives import Communicator
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+CASES = 12
+STEPS = 3
+EXACT = 1e-10  # float64: relative difference of losses, gradients and parameters
+
+
+def start_ranks(world_size: int, on_gpus: bool, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """``[work(device, *args) on each rank]``, each in its own process with a process group. The first failure of a
+    rank is raised here, with its traceback."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_rank, (world_size, on_gpus, folder, work, args), nprocs=world_size)
+        return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, on_gpus: bool, folder: str, work: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    device = join(rank, world_size, on_gpus, folder)
+    found = work(device, *args)
+    torch.save(found, Path(folder, f"{rank}.pt"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def join(rank: int, world_size: int, on_gpus: bool, folder: str) -> torch.device:
+    """Join the process group of ``world_size`` ranks that meet in ``folder``; this rank's device."""
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpus else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        device_id=device if on_gpus else None,
+    )
+    return device
+
+
+def compare_collectives(device: torch.device, seed: int) -> dict[str, int]:
+    """Random cases, the same on every rank: every kind in every decomposition, alone, in bundles and left under way.
+    How many results were compared, and how many of them are not the plain result to the last bit, by kind."""
+    comm = Communicator(dist.group.WORLD, device)
+    source, world_size = random.Random(seed), comm.world_size
+    found: dict[str, int] = {"compared": 0}
+
+    def same(kind: str, how: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+        found["compared"] += 1
+        if not (result.is_contiguous() and result.dtype == expected.dtype and torch.equal(result.cpu(), expected)):
+            found[f"{kind} by {how}"] = found.get(f"{kind} by {how}", 0) + 1
+
+    for _ in range(CASES):
+        shape, first, second = _random_case(source, world_size)
+        dtype = source.choice(DTYPES)
+        parts = [_whole(source, shape, dtype) for _ in range(world_size)]
+        whole, total = parts[0], torch.stack(parts).sum(0, dtype=dtype)
+        piece, mine = first.take(whole, comm.rank).to(device), parts[comm.rank].to(device)
+        jobs = {
+            "all_gather": (piece, (first,), whole),
+            "all_reduce": (mine, (), total),
+            "reduce_scatter": (mine, (first,), first.take(total, comm.rank)),
+            "all_to_all": (piece, (first, second), second.take(whole, comm.rank)),
+        }
+        for kind, (value, layouts, expected) in jobs.items():
+            for how in DECOMPOSITIONS[kind] if world_size > 1 else DECOMPOSITIONS[kind][:1]:
+                same(kind, how, comm.together(kind, [value], [layouts], how)[0], expected)  # type: ignore[arg-type]
+                pending = comm.start(kind, [value, value], [layouts, layouts], how)  # type: ignore[arg-type]
+                for result in comm.wait(pending):
+                    same(kind, f"{how}, left under way", result, expected)
+    return found
+
+
+def _random_case(source: random.Random, world_size: int) -> tuple[list[int], Layout, Layout]:
+    """A shape of two dims, and a layout of each; shares are unequal and often zero."""
+    layouts, shape = [], []
+    for dim in range(2):
+        outer, n, unit = source.randint(1, 3), source.randint(1, 40), source.randint(1, 5)
+        owners = [source.randrange(world_size) for _ in range(n)]
+        layouts.append(Layout(dim, outer, unit, tuple(owners.count(r) for r in range(world_size))))
+        shape.append(outer * n * unit)
+    return shape, layouts[0], layouts[1]
+
+
+def _whole(source: random.Random, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, so that sums are exact in every dtype and order."""
+    return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(source.randrange(2**31))).to(dtype)
+
+
+class Tiny(nn.Module):
+    """Two causal layers with norms, a residual and a head over the vocabulary: every kind of operator of a GPT-2."""
+
+    def __init__(self, vocabulary: int = 61, width: int = 48, heads: int = 6, length: int = 16) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
+        self.heads = heads
+        self.attention = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.wide = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(2))
+        self.narrow = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.positions
+        for i in range(2):
+            q, k, v = (
+                t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for t in self.attention[i](self.norms[2 * i](x)).chunk(3, -1)
+            )
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out[i](mixed.transpose(1, 2).flatten(-2))
+            x = x + self.narrow[i](nn.functional.gelu(self.wide[i](self.norms[2 * i + 1](x))))
+        return self.head(x)
+
+
+def tiny() -> Tiny:
+    """The same weights on every rank, in float64."""
+    torch.manual_seed(0)
+    return Tiny().double()
+
+
+def tiny_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, targets), both (12, 16)."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return tuple(torch.randint(0, 61, (12, 16), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train_like_one_device(device: torch.device, plans: dict[str, dict[str, str]]) -> dict[str, float]:
+    """For every plan (name -> pins) the largest relative difference from plain PyTorch on one device: losses and
+    gradients of ``STEPS`` steps of AdamW with clipping, and the parameters after them."""
+    comm = Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, device)
+    ratios = tuple(float(comm.world_size - r) for r in range(comm.world_size))
+    cluster = unequal_cluster(comm.world_size, "nccl" if device.type == "cuda" else "gloo")
+    ids, targets = tiny_batch(0)
+    found = {}
+    for name, placements in plans.items():
+        program = hap.compile(
+            tiny(),
+            cluster,
+            example_inputs=(ids,),
+            example_targets=targets,
+            loss_fn=token_loss,
+            pins=hap.Pins(placements=placements, ratios=ratios),
+            effort="quick",
+            device=device,
+        )
+        found[name] = _difference(program, device)
+    return found
+
+
+def _difference(program: Any, device: torch.device) -> float:
+    model = tiny().to(device)
+    ours = torch.optim.AdamW(program.parameters(), lr=1e-3)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    worst = 0.0
+    for step in range(STEPS):
+        ids, targets = tiny_batch(step)
+        mine, my_targets = program.shard_batch((ids,), targets)
+        loss = program(*mine, targets=my_targets)
+        loss.backward()
+        reference = token_loss(model(ids.to(device)), targets.to(device))
+        reference.backward()
+        worst = max(worst, relative(loss, reference))
+        gradients = program.full_gradients()
+        worst = max(worst, *(relative(gradients[n], p.grad) for n, p in model.named_parameters() if p.grad is not None))
+        norm = program.clip_grad_norm_(0.5)
+        worst = max(worst, relative(norm, torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    state = program.state_dict()
+    return max(worst, *(relative(state[n], p) for n, p in model.state_dict().items()))
+
+
+def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference over the largest entry; infinite where anything is not finite."""
+    a, b = ours.detach().cpu().double(), theirs.detach().cpu().double()
+    assert a.shape == b.shape, (a.shape, b.shape)
+    found = float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+    return found if found == found else float("inf")
+
+
+def unequal_cluster(world_size: int, backend: str) -> ClusterSpec:
+    """As many devices, each half as fast as the one before: what a plan for them is worth is not asked here."""
+    devices = "".join(
+        f"\n      - {{name: d{r}, tflops: {{float32: {2.0**-r}, float64: {2.0**-r}}}, memory: 8GB, "
+        "memory_bandwidth: 900GB/s, launch: 1us}"
+        for r in range(world_size)
+    )
+    return ClusterSpec.from_yaml(
+        f"name: check\nbackend: {backend}\nhosts:\n  - name: here\n    link: {{bandwidth: 50GB/s, latency: 5us}}\n"
+        f"    devices:{devices}\n"
+    )

@@ -1,0 +1,72 @@
+"""``benchmarks/gpu_check.py``: rehearsed on the CPU, its items judged, and its word where there is no GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import CHECKS, Item, Setting, main
+from benchmarks.gpu_check_ranks import relative
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@without_gpu
+def test_without_a_gpu_it_says_so_and_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("no GPU here: nothing was checked") and err.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_whole_rehearsal(tmp_path: Path) -> None:
+    assert main(["--cpu", "--out", str(tmp_path)]) == 0
+    items = json.loads((tmp_path / "gpu_check_rehearsal.json").read_text())["items"]
+    assert [i["name"] for i in items] == [
+        "one-rank",
+        "collectives",
+        "ranks",
+        "overhead",
+        "compiled",
+        "no-sync",
+        "curves",
+    ]
+    assert [i["verdict"] for i in items[:3]] == ["pass"] * 3 and {i["verdict"] for i in items[3:]} == {"ran"}
+
+
+def test_the_rehearsal_of_what_runs_in_one_process(tmp_path: Path) -> None:
+    assert main(["--cpu", "--only", "one-rank", "--only", "no-sync", "--out", str(tmp_path)]) == 0
+    body = json.loads((tmp_path / "gpu_check_rehearsal.json").read_text())
+    assert {i["name"]: i["verdict"] for i in body["items"]} == {"one-rank": "pass", "no-sync": "ran"}
+    assert 0 < body["items"][0]["figures"]["relative_difference"] < 1e-10
+
+
+def test_a_check_that_breaks_has_failed_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(setting: Setting) -> Item:
+        raise ValueError("two\nlines")
+
+    monkeypatch.setitem(CHECKS, "ranks", broken)
+    monkeypatch.setitem(CHECKS, "curves", lambda setting: Item("curves", "ran", "fine"))
+    assert main(["--cpu", "--only", "ranks", "--only", "curves", "--out", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  ranks" in out and "ValueError: two lines" in out and "ran  curves" in out
+
+
+def test_a_rehearsal_judges_no_timing_and_a_gpu_does() -> None:
+    samples = {"program": [1.1, 1.2, 1.05], "eager": [1.0, 1.0, 1.0]}
+    on_cpu, on_gpu = Setting(0, 1, 1, 3), Setting(1, 1, 1, 3)
+    assert gpu_check._beside(on_cpu, "overhead", samples, "eager", 0.02).verdict == "ran"
+    judged = gpu_check._beside(on_gpu, "overhead", samples, "eager", 0.02)
+    assert judged.verdict == "FAIL" and judged.figures["overhead"] == pytest.approx(0.1)
+    assert gpu_check._beside(on_gpu, "overhead", samples, "eager", 0.11).verdict == "pass"
+    assert gpu_check.check_ranks(on_gpu) == Item("ranks", "left out", "needs two GPUs")
+
+
+def test_a_difference_that_is_no_number_is_infinite() -> None:
+    assert relative(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])) == 0.5
+    assert relative(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")

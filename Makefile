@@ -8,7 +8,7 @@ STAMP   := $(VENV)/.installed
 TYPED   := .cache/typed
 SOURCES := hap cost_models search codegen tests benchmarks examples docs setup.py
 
-.PHONY: help venv test lint format demo docs golden wheel clean
+.PHONY: help venv test lint format demo docs readme golden wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff rewrite imports and layout"
 	@echo "make docs    build the documentation into .cache/site"
+	@echo "make readme  put the benchmarks' results into README.md"
 	@echo "make golden  rewrite the golden plans of the project's own models, where they changed on purpose"
 	@echo "make wheel   build dist/hap-*.whl"
 	@echo "make venv    only the set-up: $(VENV), pinned dependencies, hap itself (editable)"
@@ -54,6 +55,9 @@ demo: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+readme: $(STAMP)
+	$(BIN)/python benchmarks/readme.py
 
 golden: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/plans/test_zoo.py --hap-update

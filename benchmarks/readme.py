@@ -1,0 +1,140 @@
+"""The tables of README.md, made from ``benchmarks/results/*.json`` and put between their marks.
+
+    python benchmarks/readme.py            # or: make readme
+    python benchmarks/readme.py --check    # 1 if README is not what the results say
+
+A mark is ``<!-- NAME -->`` ... ``<!-- /NAME -->``; what stands between is replaced. Numbers are quoted as the
+benchmarks wrote them, with the command that prints them; a benchmark that was not run says so in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.common import RESULTS, ROOT, markdown_table
+
+README = ROOT / "README.md"
+_OVER_BEST = re.compile(r"over_best_baseline_([^_]+)_(.+)")
+_OF_CASE = re.compile(r"(cpu_seconds|gap) (.+)")
+Body = Mapping[str, Any]
+
+
+def race(body: Body) -> str:
+    """How many times as fast as the best baseline: a row for each model, a column for each cluster."""
+    figures = body["figures"]
+    found = {match.groups(): value for name, value in figures.items() if (match := _OVER_BEST.fullmatch(name))}
+    models = list(dict.fromkeys(model for model, _ in found))
+    clusters = list(dict.fromkeys(cluster for _, cluster in found))
+    rows = [[model, *(f"{found[model, c]:.2f}" if (model, c) in found else "-" for c in clusters)] for model in models]
+    lines = [markdown_table(["", *(c.replace("_", " ") for c in clusters)], rows)]
+    slower = sorted(value for value in found.values() if value < 1)
+    words = f"Slower than the best baseline in {len(slower)} of {len(found)} cases" if slower else "Nowhere slower"
+    words += f", at worst {slower[0]:.2f} times as fast." if slower else "."
+    if (mean := figures.get("geomean_over_best_baseline_unequal")) is not None:
+        words += f" Geometric mean of the unequal clusters: {mean:.2f}."
+    if (most := figures.get("best_over_equal_ddp")) is not None:
+        words += f" Over plain DDP with equal batches: up to {most:.1f}."
+    return "\n\n".join([*lines, words, _source("race", body)])
+
+
+def zoo(body: Body) -> str:
+    """Captured, planned and equal to one device, of how many."""
+    f = body["figures"]
+    words = (
+        f"Of {f['models_total']:.0f} models {f['models_planned']:.0f} are planned at their published size and "
+        f"{f['models_equal']:.0f} are equal to one device on unequal ranks in float64"
+    )
+    if "worst_relative_error" in f:
+        words += f" (largest relative difference {f['worst_relative_error']:.1e})"
+    words += f"; {f['models_wrong']:.0f} wrong, {f['rules_missing']:.0f} operators without a rule."
+    return f"{words}\n\n{_source('zoo', body)}"
+
+
+def planning(body: Body) -> str:
+    """Seconds and gap of every case."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in body["figures"].items():
+        if match := _OF_CASE.fullmatch(name):
+            found.setdefault(match[2], {})[match[1]] = value
+    rows = [[case, f"{v['cpu_seconds']:.1f}", f"{v['gap']:.1%}"] for case, v in found.items() if len(v) == 2]
+    return f"{markdown_table(['case', 'CPU seconds', 'gap'], rows)}\n\n{_source('planning', body)}"
+
+
+def accuracy(body: Body) -> str:
+    """Predicted against measured: the errors."""
+    names = {
+        "step_time_median_error": "step time, median error",
+        "step_time_worst_error": "step time, worst error",
+        "memory_worst_error": "peak memory, worst error",
+        "public_data_median_error": "public GPU measurements, median error",
+    }
+    rows = [[words, f"{body['figures'][name]:.1%}"] for name, words in names.items() if name in body["figures"]]
+    if (tau := body["figures"].get("kendall_tau_worst_cluster")) is not None:
+        rows.append(["ranking of plans, Kendall's tau of the worst cluster", f"{tau:.2f}"])
+    return f"{markdown_table(['predicted against measured', ''], rows)}\n\n{_source('accuracy', body)}"
+
+
+def collectives(body: Body) -> str:
+    """Uneven collectives against the bound that no schedule can beat."""
+    f = body["figures"]
+    words = f"The chosen ways take at most {f['worst_chosen_over_bound']:.2f} times the lower bound of their links."
+    if "all_reduce_over_gloo" in f:
+        words += f" All-reduce is {f['all_reduce_over_gloo']:.2f} times as fast as Gloo's own."
+    return f"{words}\n\n{_source('collectives', body)}"
+
+
+SECTIONS: Mapping[str, Callable[[Body], str]] = {
+    "race": race,
+    "zoo": zoo,
+    "planning": planning,
+    "accuracy": accuracy,
+    "collectives": collectives,
+}
+
+
+def _source(name: str, body: Body) -> str:
+    about = body["machine"]
+    where = f"{about['cores']} cores of {about['cpu']}"
+    return f"([all figures](benchmarks/results/{name}.md); `{body['command']}` at {body['commit']}, {where})"
+
+
+def filled(text: str, results: Path = RESULTS) -> str:
+    """``text`` with what stands between the marks replaced. ValueError for a mark that is not closed or not known."""
+    opened = re.findall(r"<!-- (\w+) -->", text)
+    for name in opened:
+        if name not in SECTIONS or f"<!-- /{name} -->" not in text:
+            raise ValueError(f"<!-- {name} -->: {'not closed' if name in SECTIONS else 'no such section'}")
+        path = results / f"{name}.json"
+        if path.exists():
+            inside = SECTIONS[name](json.loads(path.read_text(encoding="utf-8")))
+        else:
+            inside = f"Not measured yet: `python benchmarks/{name}.py`."
+        pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
+        text = pattern.sub(lambda match, inside=inside: f"{match[1]}{inside}\n{match[2]}", text)  # type: ignore[misc]
+    return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Put the results of the benchmarks into README.md.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if README is out of step")
+    given = parser.parse_args(argv)
+    before = README.read_text(encoding="utf-8")
+    after = filled(before)
+    if given.check:
+        print("README.md is in step" if before == after else "README.md is out of step: make readme")
+        return int(before != after)
+    README.write_text(after, encoding="utf-8")
+    print("README.md: " + ("as it was" if before == after else "written"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""README's tables are those of the results, by the one command that makes them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import readme
+from benchmarks.readme import README, SECTIONS, filled
+
+ABOUT = {"command": "python benchmarks/x.py", "commit": "abc", "machine": {"cores": 2, "cpu": "CPU"}}
+
+
+def written(folder: Path, name: str, **figures: float) -> str:
+    (folder / f"{name}.json").write_text(json.dumps({**ABOUT, "figures": figures}))
+    return filled(f"before\n<!-- {name} -->\nold\n<!-- /{name} -->\nafter\n", folder)
+
+
+def test_readme_is_in_step_with_the_results() -> None:
+    assert readme.main(["--check"]) == 0, "run: make readme"
+
+
+def test_readme_shows_every_benchmark_once() -> None:
+    assert sorted(re.findall(r"<!-- (\w+) -->", README.read_text())) == sorted(SECTIONS)
+
+
+def test_the_race(tmp_path: Path) -> None:
+    text = written(
+        tmp_path,
+        "race",
+        over_best_baseline_A_weak_host=1.5,
+        over_best_baseline_A_equal=0.904,
+        over_best_baseline_B_equal=2.0,
+        geomean_over_best_baseline_unequal=1.5,
+        best_over_equal_ddp=11.42,
+    )
+    assert (
+        "old" not in text and text.startswith("before\n<!-- race -->\n|") and text.endswith("<!-- /race -->\nafter\n")
+    )
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert lines[0] == ["", "weak host", "equal"] and lines[2:] == [["A", "1.50", "0.90"], ["B", "-", "2.00"]]
+    assert "Slower than the best baseline in 1 of 3 cases, at worst 0.90 times as fast." in text
+    assert "Geometric mean of the unequal clusters: 1.50." in text and "up to 11.4." in text
+    assert "(benchmarks/results/race.md); `python benchmarks/x.py` at abc, 2 cores of CPU)" in text
+
+
+def test_the_others(tmp_path: Path) -> None:
+    counts = {"models_total": 30, "models_planned": 29, "models_equal": 28, "models_wrong": 0, "rules_missing": 1}
+    text = written(tmp_path, "zoo", **counts, worst_relative_error=3e-12)
+    assert "Of 30 models 29 are planned" in text and "28 are equal" in text and "3.0e-12" in text
+    text = written(tmp_path, "planning", **{"cpu_seconds a on b": 1.26, "gap a on b": 0.031, "cases": 1.0})
+    assert re.search(r"\| a on b +\| +1\.3 \| +3\.1% \|", text)
+    text = written(tmp_path, "accuracy", step_time_median_error=0.0903, kendall_tau_worst_cluster=0.78)
+    assert re.search(r"step time, median error +\| +9\.0% ", text) and "| 0.78 |" in text
+    assert "at most 1.03 times" in written(tmp_path, "collectives", worst_chosen_over_bound=1.03)
+
+
+def test_what_was_not_run_is_said(tmp_path: Path) -> None:
+    text = filled("<!-- zoo -->\n<!-- /zoo -->\n", tmp_path)
+    assert text == "<!-- zoo -->\nNot measured yet: `python benchmarks/zoo.py`.\n<!-- /zoo -->\n"
+
+
+@pytest.mark.parametrize("text", ["<!-- race -->\n", "<!-- nothing -->\n<!-- /nothing -->\n"])
+def test_marks_that_make_no_sense(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"not closed|no such section"):
+        filled(text, tmp_path)

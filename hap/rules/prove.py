@@ -26,7 +26,7 @@ from hap.plan import Strategy
 from hap.rules.choices import Choices
 from hap.rules.localize import localize_call
 from hap.rules.notation import Atom, Call, Dim, Row, Slot, base_atom, call_key, make_call, scale_atom
-from hap.rules.samples import in_float64, sample_inputs, size_vectors, split_sum
+from hap.rules.samples import Sampler, in_float64, sample_inputs, size_vectors, split_sum
 from hap.rules.table import DEFAULT_TABLE, RuleTable
 
 TOLERANCE = 1e-10  # relative to the largest element, in float64
@@ -46,12 +46,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Proof:
-    """How to prove: ranks, seed, and whether in a child process, which a kernel may kill."""
+    """How to prove: ranks, seed, whether in a child process, which a kernel may kill, and on which arguments."""
 
     world_size: int = 3
     seed: int = 0
     isolated: bool = False
     table: RuleTable = field(default_factory=lambda: DEFAULT_TABLE)
+    sample: Sampler = sample_inputs
+    tolerance: float = TOLERANCE
 
 
 def prove_node(node: Node, strategies: Sequence[Strategy], graph: Graph, proof: Proof = Proof()) -> list[Verdict]:
@@ -153,20 +155,21 @@ def _prove(call: Call, strategy: Strategy, proof: Proof) -> Verdict:
     worst = 0.0
     try:
         arguments = localize_call(call, strategy, proof.table)
-        inputs = sample_inputs(call, generator)
+        inputs = proof.sample(call, generator)
         whole = run_whole(call, inputs)
         for sizes in _dealings(strategy, proof.world_size):
             dealt = [
-                _deal_input(x, placement, sizes, proof.world_size, generator)
+                deal_input(x, placement, sizes, proof.world_size, generator)
                 for x, placement in zip(inputs, strategy.inputs, strict=True)
             ]
             pieces = [
-                _outputs(_run(op, arguments, [d[rank] for d in dealt], sizes, rank)) for rank in range(proof.world_size)
+                outputs_of(_run(op, arguments, [d[rank] for d in dealt], sizes, rank))
+                for rank in range(proof.world_size)
             ]
             for index, placement in enumerate(strategy.outputs):
                 if placement is not None:
-                    error = _mismatch([p[index] for p in pieces], whole[index], placement, sizes)
-                    if not error <= TOLERANCE:
+                    error = mismatch([p[index] for p in pieces], whole[index], placement, sizes)
+                    if not error <= proof.tolerance:
                         return Verdict(call.node.op, str(strategy), False, error, f"output {index} at sizes {sizes}")
                     worst = max(worst, error)
     except HapError as e:
@@ -181,7 +184,7 @@ def _dealings(strategy: Strategy, world_size: int) -> tuple[tuple[int, ...], ...
     return ((),) if shard is None else size_vectors(shard.n, world_size)
 
 
-def _deal_input(
+def deal_input(
     x: torch.Tensor, placement: Placement, sizes: tuple[int, ...], world_size: int, generator: torch.Generator
 ) -> list[torch.Tensor]:
     """What each rank holds of ``x``."""
@@ -212,14 +215,14 @@ def _run(
 
 def run_whole(call: Call, inputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """The outputs of the call on one device."""
-    return _outputs(_run(resolve(call.node.op), (call.node.args, call.node.kwargs), inputs, (), 0))
+    return outputs_of(_run(resolve(call.node.op), (call.node.args, call.node.kwargs), inputs, (), 0))
 
 
-def _outputs(result: Any) -> tuple[Any, ...]:
+def outputs_of(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
-def _mismatch(pieces: list[torch.Tensor], whole: torch.Tensor, placement: Placement, sizes: tuple[int, ...]) -> float:
+def mismatch(pieces: list[torch.Tensor], whole: torch.Tensor, placement: Placement, sizes: tuple[int, ...]) -> float:
     """The largest error of the pieces, relative to the whole's largest element; infinite if a shape or dtype is off."""
     match placement:
         case Shard() as shard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -52,21 +53,41 @@ _INDEX_BOUNDS: Mapping[str, Callable[[Call], int]] = {
 }
 
 
-def sample_inputs(call: Call, generator: torch.Generator) -> list[torch.Tensor]:
-    """One tensor per tensor argument, in the global shape; floating point as float64."""
-    bound = _INDEX_BOUNDS.get(call.node.op, lambda _: _INTEGERS_BELOW)(call)
+Sampler = Callable[[Call, torch.Generator], list[torch.Tensor]]
+
+
+def sample_inputs(
+    call: Call,
+    generator: torch.Generator,
+    scale: float = 1.0,
+    positive: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> list[torch.Tensor]:
+    """One tensor per tensor argument, in the global shape; floating point as ``dtype``, normal and ``scale`` wide.
+
+    ``positive``: between 0 and 1 times ``scale``, for operators that are real only there. Whole numbers index safely
+    where ``_INDEX_BOUNDS`` knows how, and elsewhere if they index a dim of the call's own tensors.
+    """
+    least = min((size for meta in call.inputs for size in meta.shape if size > 1), default=_INTEGERS_BELOW)
+    bound = _INDEX_BOUNDS.get(call.node.op, lambda _: min(least, _INTEGERS_BELOW))(call)
     sampled = []
     for meta in call.inputs:
         if meta.dtype == torch.bool:
             x = torch.rand(meta.shape, generator=generator) < 0.5
         elif meta.dtype.is_floating_point:
             x = torch.randn(meta.shape, generator=generator, dtype=torch.float64)
-            if call.node.op in _POSITIVE:
+            if positive or call.node.op in _POSITIVE:
                 x = x.abs() / (1 + x.abs()) + 0.01
+            x = (x * scale).to(dtype)
         else:
             x = torch.randint(0, bound, meta.shape, generator=generator, dtype=meta.dtype)
         sampled.append(x)
     return sampled
+
+
+def sampler(*, scale: float = 1.0, positive: bool = False, dtype: torch.dtype = torch.float64) -> Sampler:
+    """``sample_inputs`` with these options."""
+    return functools.partial(sample_inputs, scale=scale, positive=positive, dtype=dtype)
 
 
 def split_sum(whole: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:

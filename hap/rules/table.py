@@ -74,12 +74,12 @@ class UserRule:
 class RuleTable:
     """Every rule known: the builtin ones and ``user``, operator name -> rule, which may not redefine a builtin one."""
 
-    user: dict[str, UserRule] = field(default_factory=dict)
+    user: dict[str, Rule] = field(default_factory=dict)
 
     def find(self, op: str) -> Rule | None:
         return self.user.get(op) or BUILTIN.get(op)
 
-    def add(self, op: str, rule: UserRule) -> None:
+    def add(self, op: str, rule: Rule) -> None:
         if op in BUILTIN:
             raise RuleError(f"{op} has a builtin rule")
         self.user[op] = rule

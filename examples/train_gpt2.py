@@ -190,7 +190,7 @@ def one_device(data: Characters, arguments: argparse.Namespace, device: torch.de
     """The first steps once more, by plain PyTorch on whole batches."""
     model = build_model(arguments, len(data.alphabet)).to(device)
     trainer = Trainer(model, lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm), arguments)
-    order = ShareSampler(len(data), arguments.batch, None, 0, shuffle=True, seed=0, drop_last=True)
+    order = ShareSampler(len(data), arguments.batch, None, 0, shuffle=True, seed=0)
     record = Record()
     for indices in itertools.islice(order, arguments.check):
         batch = default_collate([data[i] for i in indices])
@@ -213,7 +213,7 @@ def largest_difference(ours: Record, theirs: Record) -> tuple[float, float]:
 
 
 def report(program: HapProgram, record: Record, reference: Record) -> None:
-    predicted, measured = program.plan.predicted.step_s, statistics.median(record.seconds)
+    predicted, measured = program.plan.predicted.as_run_s, statistics.median(record.seconds)
     tenths = statistics.quantiles(record.seconds, n=10)
     loss, gradient = largest_difference(record, reference)
     print(f"loss       {record.losses[0]:.3f} at the first step, {statistics.fmean(record.losses[-5:]):.3f} at the end")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import hap.errors
 from hap.capture import capture
+from hap.capture.inputs import StepInputs
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
@@ -29,7 +30,9 @@ from hap.cost_models.timeline import simulate as play
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
 from hap.plan import Plan
+from hap.recompile import Recompiler
 from hap.rules.choices import choices
+from hap.rules.whole import find_forced
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from hap.search.assemble import ASSUMPTIONS
@@ -51,6 +54,7 @@ def plan(
     example_inputs: Any,
     example_targets: Any = None,
     loss_fn: LossFn | None = None,
+    outputs: Sequence[str] = (),
     optimizer: str = "adamw",
     pins: Pins | None = None,
     effort: Effort = "normal",
@@ -60,13 +64,15 @@ def plan(
 
     ``example_inputs``: one *global* batch: a tensor, a tuple or list of positionals, a dict of keywords, or
     ``((args...), {kwargs})``. The loss is ``loss_fn(model(...), *example_targets)``, or the model's own without one.
-    ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins`` fixes decisions,
-    ``effort`` (``quick`` or ``normal``) says how long to search. ``profile`` (a ``Profile`` or a file that ``hap
+    ``outputs`` names tensors that the model returns beside the loss (``("logits",)``), which ``program.outputs`` then
+    has, whole, after each step. ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins``
+    fixes decisions, ``effort`` (``quick`` or ``normal``) says how long to search. Under ``torch.autocast`` its casts
+    are part of the step. ``profile`` (a ``Profile`` or a file that ``hap
     profile`` wrote on this cluster) replaces the description's speeds by measured ones.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
-    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
     return _decide(graph, spec, optimizer, pins, effort)
 
@@ -78,6 +84,7 @@ def compile(
     example_inputs: Any,
     example_targets: Any = None,
     loss_fn: LossFn | None = None,
+    outputs: Sequence[str] = (),
     plan: Plan | str | os.PathLike[str] | None = None,
     optimizer: str = "adamw",
     pins: Pins | None = None,
@@ -101,7 +108,10 @@ def compile(
     comm = join(None if spec is None else spec.backend, device)
     if spec is not None:
         spec.check_world_size(comm.world_size)
-    graph = _together(comm, lambda: capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets))
+    graph = _together(
+        comm,
+        lambda: capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs),
+    )
     _agree(comm, "the model", graph.fingerprint)
     _agree(comm, "the plan", plan.checksum if isinstance(plan, Plan) else None)
 
@@ -118,7 +128,14 @@ def compile(
     _check_plan(decided, graph, spec, comm.world_size)
     program = _together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
     _agree(comm, "the program", hashlib.sha256(print_program(program).encode()).hexdigest())
-    return HapProgram(program, decided, comm, model, example_inputs, example_targets)
+    again = Recompiler(model, loss_fn, graph, decided, outputs)
+
+    def rebuild(example: StepInputs, training: bool) -> Program:
+        found = _together(comm, lambda: _rewritten(again.program(example, training), spec, passes_off))
+        _agree(comm, "the program for another batch or mode", hashlib.sha256(print_program(found).encode()).hexdigest())
+        return found
+
+    return HapProgram(program, decided, comm, model, example_inputs, example_targets, rebuild)
 
 
 def python_source(
@@ -128,9 +145,10 @@ def python_source(
     example_inputs: Any,
     example_targets: Any = None,
     loss_fn: LossFn | None = None,
+    outputs: Sequence[str] = (),
 ) -> str:
     """The program of ``plan`` as one Python file that runs under torchrun. PlanError if it is for another model."""
-    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     return to_python(lower(graph, plan), plan)
 
 
@@ -142,13 +160,14 @@ def simulate(
     example_inputs: Any,
     example_targets: Any = None,
     loss_fn: LossFn | None = None,
+    outputs: Sequence[str] = (),
     profile: ProfileLike | None = None,
 ) -> Timeline:
     """Play one step of ``plan`` on its cluster: spans of every rank, waiting, the critical path. Nothing overlaps yet.
 
     PlanError if the plan is for another model or cluster.
     """
-    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
     _check_plan(plan, graph, spec, spec.world_size)
     strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
@@ -163,7 +182,11 @@ def simulate(
 
 def _decide(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
     """The plan with its explanation: the same bytes, and so the same checksum, from ``plan`` and from ``compile``."""
-    found = plan_graph(choices(graph), cluster, optimizer=optimizer, pins=pins, effort=effort)
+    possible = choices(graph)
+    found = plan_graph(possible, cluster, optimizer=optimizer, pins=pins, effort=effort)
+    if forced := tuple(map(str, find_forced(possible))):
+        made = found.provenance.model_copy(update={"assumptions": (*found.provenance.assumptions, *forced)})
+        found = found.model_copy(update={"provenance": made})
     if isinstance(cluster, CalibratedCluster):
         found = _measured(found, cluster)
     return explained(found, graph, cluster, helps=effort == "normal")

@@ -4,18 +4,19 @@
     graph = capture(model, x, loss_fn=torch.nn.functional.mse_loss, example_targets=y)
 
 The step is traced on fake tensors, so the model may sit on any device, ``meta`` included, and nothing is allocated.
-Shapes are those of the examples and are global: they are the whole batch of one step. Only the loss, the gradients
-and the buffers that the forward pass changes survive.
+Shapes are those of the examples and are global: they are the whole batch of one step. Only the loss, the gradients,
+the buffers that the forward pass changes and the outputs that were asked for survive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hap.capture.autocast import Autocast
 from hap.capture.blame import blame
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
@@ -28,7 +29,7 @@ from hap.capture.torch_private import Fakes, trace_joint
 from hap.errors import CaptureError
 from hap.graph import Graph, verify_graph
 
-__all__ = ["capture", "input_paths", "interpret", "source_values"]
+__all__ = ["capture", "capture_step", "input_paths", "interpret", "skeleton", "source_values"]
 
 
 def capture(
@@ -37,6 +38,7 @@ def capture(
     *,
     loss_fn: Callable[..., Any] | None = None,
     example_targets: Any = None,
+    outputs: Sequence[str] = (),
     name: str = "",
 ) -> Graph:
     """Capture one training step of ``model``.
@@ -44,7 +46,9 @@ def capture(
     ``example_inputs``: a tensor, a tuple or list of positionals, a mapping of keywords, or ``((args...), {kwargs})``;
     real, fake or on ``meta``; only shapes and dtypes matter. What is not a tensor is a constant of the capture.
     The loss is ``loss_fn(output, *example_targets)`` if given, else ``output.loss``, ``output["loss"]``, the output
-    itself or its first element: a scalar. The model is not changed and none of its tensors is read.
+    itself or its first element: a scalar. ``outputs`` names further tensors to return, as paths into what the model
+    returns (``logits``, ``hidden_states.3``, ``1``; ``output`` where it is one tensor); they are detached. Under
+    ``torch.autocast`` its casts are captured. The model is not changed and none of its tensors is read.
 
     CaptureError, one line, when the step is not one static graph: values decide what runs, there is no scalar loss, an
     operator has no graph form, or the user's code raises; the message names the user's line and module.
@@ -52,14 +56,39 @@ def capture(
     name = name or type(model).__name__
     if example_targets is not None and loss_fn is None:
         raise CaptureError("example_targets needs a loss_fn to receive them")
-    inputs = step_inputs(example_inputs, example_targets)
-    with torch.inference_mode(False), torch.enable_grad():
-        graph = clean(_trace(model, inputs, loss_fn, name))
+    return capture_step(
+        model, step_inputs(example_inputs, example_targets), loss_fn=loss_fn, outputs=outputs, name=name
+    )
+
+
+def capture_step(
+    model: nn.Module,
+    inputs: StepInputs,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    outputs: Sequence[str] = (),
+    name: str = "",
+) -> Graph:
+    """``capture`` of a call whose inputs were read already."""
+    with torch.inference_mode(False), torch.enable_grad(), Autocast.here().on_cpu():
+        graph = clean(_trace(model, inputs, loss_fn, name, tuple(outputs)))
     verify_graph(graph)
     return graph
 
 
-def _trace(model: nn.Module, inputs: StepInputs, loss_fn: Callable[..., Any] | None, name: str) -> Graph:
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` that captures like it, with parameters and buffers on ``meta``. CaptureError."""
+    state = model_state(model)
+    replacements: dict[int, torch.Tensor] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in state.parameters.values()
+    }
+    replacements |= {id(b): torch.empty_like(b, device="meta") for b in state.buffers.values()}
+    return copy_with(model, replacements)
+
+
+def _trace(
+    model: nn.Module, inputs: StepInputs, loss_fn: Callable[..., Any] | None, name: str, outputs: tuple[str, ...] = ()
+) -> Graph:
     """The graph as traced, before it is cleaned."""
     state = model_state(model)
     fakes = Fakes()
@@ -68,7 +97,7 @@ def _trace(model: nn.Module, inputs: StepInputs, loss_fn: Callable[..., Any] | N
     fake = {**parameters, **buffers}
     replacements = {id(t): fake[n] for n, t in (*state.parameters.items(), *state.buffers.items())}
     copied = copy_with(model, replacements)
-    step = Step(copied, parameters, buffers, inputs, frozen_loss(loss_fn))
+    step = Step(copied, parameters, buffers, inputs, frozen_loss(loss_fn), outputs)
     try:
         trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
     except CaptureError:
@@ -82,4 +111,5 @@ def _trace(model: nn.Module, inputs: StepInputs, loss_fn: Callable[..., Any] | N
         buffers=tuple(buffers),
         inputs=[path for path, _ in inputs.named],
         tied=state.tied,
+        outputs=outputs,
     )

@@ -200,8 +200,12 @@ def merge_equal(graph: Graph) -> Graph:
 
 
 def drop_unused(graph: Graph) -> Graph:
-    """Calls and sources that no result needs. Parameters, inputs and the tangent stay: they are the interface."""
+    """Calls and sources that no result needs. Parameters, inputs and the tangent stay: they are the interface.
+
+    So does a buffer that is written: its update goes where it lies.
+    """
     needed = {value.node for value in graph.results}
+    needed |= {node.name for node in graph.sources("buffer") if node.target in graph.updates}
     kept: list[Node] = []
     for node in reversed(graph.nodes):
         if node.name in needed or node.op in ("parameter", "input", "tangent"):

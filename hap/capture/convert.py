@@ -19,6 +19,7 @@ from hap.capture.torch_private import JointTrace, OpOverload, Role, is_fake
 from hap.errors import CaptureError
 from hap.graph import Graph, Node, TensorMeta, Value, values_in
 
+OUTPUT = "<output>."  # no module's name
 _LARGEST_CONSTANT = 1 << 20  # elements; the graph is hashed, compared and printed
 _NEUTRAL_FORMATS = (torch.contiguous_format, torch.preserve_format)
 _STRIDED = ("aten.as_strided", "aten.as_strided_scatter", "aten.as_strided_copy", "aten.set_")
@@ -32,8 +33,12 @@ def to_graph(
     buffers: Sequence[str],
     inputs: Sequence[str],
     tied: Mapping[str, str],
+    outputs: Sequence[str] = (),
 ) -> Graph:
-    """The trace as a ``Graph``; the sequences give the user's name for each placeholder's index."""
+    """The trace as a ``Graph``; the sequences give the user's name for each placeholder's or output's index.
+
+    An output beside the loss is the update of a buffer of its own, ``OUTPUT`` and its name, which nothing reads.
+    """
     targets: dict[str, Sequence[str]] = {"parameter": parameters, "buffer": buffers, "input": inputs, "tangent": ("",)}
     _check_roles((*trace.placeholders, *trace.outputs), targets)
     converter = _Converter(trace.module)
@@ -49,6 +54,17 @@ def to_graph(
         value = converter.values[fx_node]
         if role.kind == "loss":
             loss = value
+        elif role.kind == "output":
+            target = OUTPUT + outputs[role.index]
+            updates[target] = value
+            converter.nodes.append(
+                Node(
+                    converter.names.source("buffer", target),
+                    "buffer",
+                    outputs=(_meta(fx_node.meta["val"]),),
+                    target=target,
+                )
+            )
         elif role.kind == "gradient":
             gradients[parameters[role.index]] = value
         else:

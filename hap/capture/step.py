@@ -1,5 +1,7 @@
 """The module that is traced: the user's model on fake tensors, called with the example inputs, returning its loss.
 
+Beside the loss it returns the outputs that were asked for by name, detached: what trains is the loss alone.
+
 The copy is made with ``copy.deepcopy`` whose memo already holds a fake tensor for every parameter and buffer, so no
 weight is allocated or touched, and a model on ``meta`` or on a GPU gives the same copy as one on the CPU. The copy's
 tensors are handed to it by ``torch.func.functional_call``: tied weights are then one tensor, and autograd adds their
@@ -33,8 +35,10 @@ class Step(nn.Module):
         buffers: Mapping[str, torch.Tensor],
         inputs: StepInputs,
         loss_fn: Callable[..., Any] | None,
+        outputs: tuple[str, ...] = (),
     ) -> None:
         super().__init__()
+        self.outputs = outputs
         self.unregistered = (model, loss_fn)  # a tuple, so that their parameters are not this module's too
         self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
         self.inputs = inputs
@@ -46,7 +50,7 @@ class Step(nn.Module):
         for name, module in model.named_modules():
             self._follow(name, module)
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         model, loss_fn = self.unregistered
         call = self.inputs.rebuild(tensors)
         state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
@@ -56,7 +60,8 @@ class Step(nn.Module):
             output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
         for name, buffer in buffers.items():
             _write_back(name, buffer, state[name])
-        return find_loss(output, loss_fn, call.targets)
+        found = [find_output(output, name).detach().clone() for name in self.outputs]
+        return find_loss(output, loss_fn, call.targets), *found
 
     def failed_module(self, error: Exception) -> str:
         """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""
@@ -97,6 +102,29 @@ def find_loss(output: Any, loss_fn: Callable[..., Any] | None, targets: tuple[An
     if not loss.requires_grad:
         raise CaptureError("the loss depends on no trainable parameter")
     return loss
+
+
+def find_output(output: Any, path: str) -> torch.Tensor:
+    """The tensor at ``path``: keys, attributes and positions of the model's output, joined by dots; ``output`` is it
+    all where the model returns one tensor. CaptureError naming what there is."""
+    found = output
+    for step in path.split("."):
+        if isinstance(found, torch.Tensor) and found is output and path == "output":
+            return found
+        there = found if isinstance(found, Mapping) else dict(_items(found))
+        if step not in there:
+            known = ", ".join(map(str, there)) or "one tensor, named 'output'"
+            raise CaptureError(f"the model returns no output {path!r}; it returns: {known}")
+        found = there[step]
+    if not isinstance(found, torch.Tensor):
+        raise CaptureError(f"output {path!r} of the model is a {type(found).__name__}, no tensor")
+    return found
+
+
+def _items(found: Any) -> list[tuple[str, Any]]:
+    if isinstance(found, (tuple, list)):
+        return [(str(position), item) for position, item in enumerate(found)]
+    return [] if isinstance(found, torch.Tensor) else [(k, v) for k, v in getattr(found, "__dict__", {}).items()]
 
 
 def _own_loss(output: Any) -> Any:

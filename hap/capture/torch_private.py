@@ -48,7 +48,7 @@ class Role:
     """
 
     kind: Literal[
-        "parameter", "buffer", "input", "tangent", "loss", "gradient", "update",
+        "parameter", "buffer", "input", "tangent", "loss", "output", "gradient", "update",
         "changed_parameter", "changed_input", "changed_buffer",
     ]  # fmt: skip
     index: int = 0
@@ -87,7 +87,10 @@ def trace_joint(
     fakes: Fakes,
     decompositions: Mapping[OpOverload, Callable[..., Any]],
 ) -> JointTrace:
-    """Trace forward and backward of ``step(*inputs)``, which returns the loss. What the step raises comes through."""
+    """Trace forward and backward of ``step(*inputs)``, which returns the loss and detached outputs.
+
+    What the step raises comes through.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_export_flags())
         stack.enter_context(_quiet())
@@ -148,6 +151,8 @@ def _output_role(descriptor: Any) -> Role:
     match descriptor:
         case PlainAOTOutput(idx=0):
             return Role("loss")
+        case PlainAOTOutput(idx=index):
+            return Role("output", index - 1)
         case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
             return Role("gradient", int(target[1:]))
         case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,8 @@ class Signature:
     example: StepInputs
 
     @classmethod
-    def of(cls, program: Program, example_inputs: Any, example_targets: Any) -> Signature:
+    def of(cls, program: Program, example: StepInputs) -> Signature:
         """Match the program's inputs with the example it was captured from."""
-        example = step_inputs(example_inputs, example_targets)
         read = {s.target: s.name for s in program.sources_of("input") if s.target != SEED}
         feeds: dict[str, Feed] = {}
         for path, tensor in example.named:
@@ -91,6 +90,10 @@ class Signature:
             pieces.append(piece.to(device, non_blocking=True))
         return in_form(whole.rebuild(pieces), batch, targets)
 
+    def local_shapes(self, rank: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """``(path, shape)`` of rank's share of every input that the program reads."""
+        return tuple((f.path, f.local_shape(rank)) for f in self.feeds.values() if f.name is not None)
+
     def nothing(self, rank: int) -> StepInputs:
         """The share of a rank that holds none of the batch: the example's form with empty tensors."""
         empties = [torch.empty(self.feeds[p].local_shape(rank), dtype=t.dtype) for p, t in self.example.named]
@@ -130,8 +133,8 @@ class ShareSampler(Sampler[list[int]]):
     """This rank's indices of every global batch: ``DataLoader(data, batch_sampler=..., collate_fn=program.collate)``.
 
     All ranks draw the same order (from ``seed + epoch``) and each takes its own rows of every global batch, so that
-    together they cover the data exactly once an epoch, up to the last incomplete batch, which is dropped: shapes are
-    compiled in. ``set_epoch`` changes the order.
+    together they cover the data exactly once an epoch. ``last`` deals the last, smaller batch; without it that batch is
+    dropped. ``set_epoch`` changes the order.
     """
 
     def __init__(
@@ -143,27 +146,29 @@ class ShareSampler(Sampler[list[int]]):
         *,
         shuffle: bool,
         seed: int,
-        drop_last: bool,
+        last: tuple[int, Layout | None] | None = None,
     ) -> None:
-        if not drop_last and length % batch_size:
-            raise ProgramError(
-                f"{length} samples are no whole number of global batches of {batch_size}: shapes are compiled in, "
-                "so drop the last batch or pad the data"
-            )
         self.length, self.batch_size, self.layout, self.rank = length, batch_size, layout, rank
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
+        self.last = last
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.length // self.batch_size
+        return self.length // self.batch_size + (self.last is not None)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.shuffle:
             order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         else:
             order = torch.arange(self.length)
-        for batch in order[: len(self) * self.batch_size].split(self.batch_size):
-            mine: Sequence[int] = (batch if self.layout is None else self.layout.take(batch, self.rank)).tolist()
-            yield list(mine)
+        for batch in order.split(self.batch_size):
+            if len(batch) == self.batch_size:
+                yield self._mine(batch, self.layout)
+            elif self.last is not None:
+                yield self._mine(batch, self.last[1])
+
+    def _mine(self, batch: torch.Tensor, layout: Layout | None) -> list[int]:
+        mine: list[int] = (batch if layout is None else layout.take(batch, self.rank)).tolist()
+        return mine

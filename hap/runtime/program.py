@@ -19,17 +19,19 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from hap.capture.dropout import SEED
-from hap.capture.inputs import StepInputs
-from hap.codegen.program import Call, Program
+from hap.capture.autocast import Autocast
+from hap.capture.inputs import StepInputs, step_inputs
+from hap.codegen.program import Program
 from hap.codegen.source import to_python
 from hap.errors import ProgramError
 from hap.plan import Plan
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
-from hap.runtime.data import ShareSampler, Signature, in_form
+from hap.runtime.data import ShareSampler, in_form
+from hap.runtime.scaler import GradScaler
 from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, register, whole_tensor
-from hap.runtime.step import RunStep, Step, without_dropout
+from hap.runtime.step import RunStep
+from hap.runtime.variants import Rebuild, Variant, Variants, split_outputs, without_data
 
 _SEEDS = 2**62  # seeds are int64 tensors
 
@@ -45,15 +47,17 @@ class HapProgram(nn.Module):
         model: nn.Module,
         example_inputs: Any,
         example_targets: Any = None,
+        rebuild: Rebuild | None = None,
     ) -> None:
-        """ProgramError unless the communicator has the plan's number of ranks."""
+        """``rebuild`` makes the program of another shape of batch or mode, its parameters lying as in this one.
+
+        ProgramError unless the communicator has the plan's number of ranks.
+        """
         super().__init__()
         if comm.world_size != program.world_size:
             raise ProgramError(f"the plan is for {program.world_size} ranks, this job has {comm.world_size}")
         self._plan, self._program, self._comm = plan, program, comm
         self._example = (example_inputs, example_targets)
-        self._signature = Signature.of(program, example_inputs, example_targets)
-        self._step = Step(program, comm)
         self._tensors = model_tensors(model, program)
         shares, self._uninitialised = initial_shares(model, self._tensors, comm)
         self._shares: dict[str, torch.Tensor] = {}
@@ -62,17 +66,13 @@ class HapProgram(nn.Module):
             is_parameter = slot.kind == "parameter"
             self._shares[slot.name] = nn.Parameter(share, requires_grad=slot.trainable) if is_parameter else share
             register(self, slot.name, self._shares[slot.name])
-        self._state_sources = {
-            s.name: self._shares[s.target] for s in (*program.sources_of("parameter"), *program.sources_of("buffer"))
-        } | {s.name: program.constants[s.target].to(comm.device) for s in program.sources_of("constant")}
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
-        self._seed_name = next((s.name for s in program.sources_of("input") if s.target == SEED), None)
+        self._outputs: Mapping[str, torch.Tensor] = {}
+        self._autocast = Autocast.here().dtype
         self.dropout_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
-        self._undropped: Step | None = None
-        self._captured_training = model.training
-        self._takes_batch_statistics = any(
-            isinstance(i, Call) and i.op == "hap.batch_norm_squares.default" for i in program.forward
-        )
+        example = without_data(step_inputs(example_inputs, example_targets))
+        first = Variant.of(program, example, self._shares, comm)
+        self._variants = Variants(first, model.training, self._shares, comm, rebuild)
         self.train(model.training)
 
     @property
@@ -85,30 +85,13 @@ class HapProgram(nn.Module):
         """Where this rank's shares live and its inputs must be."""
         return self._comm.device
 
-    def _seeded(self) -> dict[str, torch.Tensor]:
-        """The seed as the program's input, if it draws. Each training step takes the next one."""
-        if self._seed_name is None:
+    def _seeded(self, variant: Variant) -> dict[str, torch.Tensor]:
+        """The seed as the program's input, if it draws; each such step takes the next one."""
+        if variant.seed is None:
             return {}
         found = torch.tensor(self.dropout_seed, device=self._comm.device)
-        if self.training:
-            self.dropout_seed = (self.dropout_seed + 1) % _SEEDS
-        return {self._seed_name: found}
-
-    def _mode_step(self) -> Step:
-        """The step of the current mode: in evaluation nothing is dropped out. ProgramError where capture cannot know
-        what the other mode computes."""
-        if self.training and not self._captured_training:
-            raise ProgramError("compiled from a model in evaluation: call model.train() before hap.compile to train")
-        if not self.training and self._takes_batch_statistics:
-            raise ProgramError(
-                "compiled in training, where batch norm uses the batch's statistics: to evaluate, compile model.eval() "
-                "and give it this program's state_dict()"
-            )
-        if self.training or self._seed_name is None:
-            return self._step
-        if self._undropped is None:
-            self._undropped = Step(without_dropout(self._program), self._comm)
-        return self._undropped
+        self.dropout_seed = (self.dropout_seed + 1) % _SEEDS
+        return {variant.seed: found}
 
     def set_pace(self, pace: Pace | None) -> None:
         """Have ``pace`` told of every use of the wire: how a rank plays a slower device (``hap.runtime.emulate``)."""
@@ -119,43 +102,66 @@ class HapProgram(nn.Module):
 
         Arguments are those of the model's forward; ``targets`` those of the loss function. Under ``torch.no_grad()``
         nothing is kept for a backward. Dropout draws from ``dropout_seed``, alike on every rank, which rises by one at
-        each call in training (set it to resume a run), and is left out after ``eval()``. ProgramError: a tensor that is
-        not this rank's share, parameters that were never given values, or a mode that was not captured: ``train()``
-        of a model compiled in evaluation, ``eval()`` of batch norms compiled in training.
+        each step that draws (set it to resume a run). After ``eval()`` the step is the model's in evaluation, compiled
+        at its first call; so is every shape of batch that ``shard_batch`` or ``batch_sampler`` met. ProgramError: a
+        tensor that is not this rank's share, or parameters that were never given values.
         """
         if self._uninitialised:
             raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): load_state_dict first")
-        sources = self._state_sources | self._signature.read(
-            self._call(args, targets, kwargs), self._comm.rank, self._comm.device
-        )
-        step, sources = self._mode_step(), sources | self._seeded()
+        if (active := Autocast.here().dtype) not in (None, self._autocast):
+            raise ProgramError(
+                f"torch.autocast to {active} is active, and the program was compiled "
+                f"{'without it' if self._autocast is None else f'for {self._autocast}'}: call hap.compile inside of it"
+            )
+        call = self._call(args, targets, kwargs)
+        variant = self._variants.choose(call, self.training)
+        given = variant.signature.read(call, self._comm.rank, self._comm.device)
+        sources = {**variant.state, **given, **self._seeded(variant)}
         updates: dict[str, torch.Tensor] = {}
         if torch.is_grad_enabled():
             shares = [self._shares[name] for name in self._trainable]
-            loss: torch.Tensor = RunStep.apply(step, sources, updates, self._trainable, *shares)
+            loss: torch.Tensor = RunStep.apply(variant.step, sources, updates, self._trainable, *shares)
         else:
-            loss, found = step.evaluate(sources)
+            loss, found = variant.step.evaluate(sources)
             updates.update(found)
-        if self.training:
-            with torch.no_grad():
-                for target, value in updates.items():
-                    self._shares[target].copy_(value)
+        returned, kept = split_outputs(updates)
+        self._outputs = returned
+        with torch.no_grad():
+            for target, value in kept.items():
+                self._shares[target].copy_(value)
         return loss
+
+    @property
+    def outputs(self) -> Mapping[str, torch.Tensor]:
+        """What the model returned in the last step under the names given as ``outputs=``: whole, on every rank."""
+        return self._outputs
+
+    def grad_scaler(self, **options: Any) -> GradScaler:
+        """A ``torch.amp.GradScaler(**options)`` that skips a step on all ranks if a gradient overflowed on one."""
+        return GradScaler(self._comm, **options)
 
     def shard_batch(self, batch: Any, targets: Any = None) -> Any:
         """This rank's share of a global batch, in the batch's own form, on this rank's device.
 
         ``batch`` is a tensor, a tuple or list of positionals, a dict of keywords, or ``(args, kwargs)``; with
-        ``targets`` the result is the pair of both.
+        ``targets`` the result is the pair of both. A batch of another size (a last, smaller one) or of other lengths is
+        compiled for when it is first met, its parameters lying as they do; that is collective and takes seconds.
         """
-        return self._signature.shares(batch, targets, self._comm.rank, self._comm.device)
+        signature = self._variants.for_batch(batch, targets, self.training)
+        return signature.shares(batch, targets, self._comm.rank, self._comm.device)
 
     def batch_sampler(
         self, dataset_len: int, shuffle: bool = True, seed: int = 0, drop_last: bool = True
     ) -> ShareSampler:
-        """A sampler for ``DataLoader(batch_sampler=...)`` that yields this rank's indices of every global batch."""
-        size, layout = self._signature.batch
-        return ShareSampler(dataset_len, size, layout, self._comm.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        """A sampler for ``DataLoader(batch_sampler=...)`` that yields this rank's indices of every global batch.
+
+        With ``drop_last=False`` the last batch may be smaller: its program is compiled here, which is collective.
+        """
+        size, layout = self._variants.first.signature.batch
+        last, rest = None, dataset_len % size
+        if rest and not drop_last:
+            last = self._variants.for_size(rest, self.training).batch
+        return ShareSampler(dataset_len, size, layout, self._comm.rank, shuffle=shuffle, seed=seed, last=last)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """``default_collate``, and for a rank that holds none of the batch its empty share: for ``collate_fn=``.
@@ -164,7 +170,7 @@ class HapProgram(nn.Module):
         """
         if samples:
             return default_collate(list(samples))
-        return in_form(self._signature.nothing(self._comm.rank), *self._example)
+        return in_form(self._variants.nothing(self.training), *self._example)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` would on one device; returns the global norm. Collective."""
@@ -213,7 +219,8 @@ class HapProgram(nn.Module):
 
     def print_readable(self) -> str:
         """This rank's FX programs, forward and backward, printed and returned."""
-        modules = (self._step.forward_module, self._step.backward_module)
+        step = self._variants.first.step
+        modules = (step.forward_module, step.backward_module)
         text = "\n".join(module.print_readable(print_output=False) for module in modules)
         print(text)
         return text
@@ -227,7 +234,8 @@ class HapProgram(nn.Module):
 
     def _call(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> StepInputs:
         """The step's inputs; a model's own ``targets=`` keyword is one where the loss function takes none."""
-        if targets is not None and not any(path.startswith("targets.") for path in self._signature.feeds):
+        feeds = self._variants.first.signature.feeds
+        if targets is not None and not any(path.startswith("targets.") for path in feeds):
             return StepInputs(args, {**kwargs, "targets": targets}, ())
         loss_args = targets if isinstance(targets, (tuple, list)) else () if targets is None else (targets,)
         return StepInputs(args, kwargs, tuple(loss_args))

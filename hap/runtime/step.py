@@ -8,8 +8,8 @@ written in between.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from hap.codegen.fx import to_forward_module, to_graph_modules
-from hap.codegen.program import Call, Instruction, Program
+from hap.codegen.program import Program
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator
 
@@ -39,12 +39,14 @@ class Step:
         """(loss, buffer updates), keeping nothing for a backward."""
         if self._evaluation is None:
             self._evaluation = to_forward_module(self.program, self.comm.rank, self.comm.device, saving=False)
-        loss, updates, _ = self._evaluation(self.comm, *(sources[name] for name in self._sources))
+        with self._uncast():
+            loss, updates, _ = self._evaluation(self.comm, *(sources[name] for name in self._sources))
         return loss, updates
 
     def forward(self, sources: Tensors) -> tuple[torch.Tensor, Tensors, dict[str, torch.Tensor]]:
         """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy."""
-        loss, updates, saved = self.forward_module(self.comm, *(sources[name] for name in self._sources))
+        with self._uncast():
+            loss, updates, saved = self.forward_module(self.comm, *(sources[name] for name in self._sources))
         if self.program.loss in saved:  # the loss will hold what is saved: not the other way round, too
             saved[self.program.loss] = loss.detach()
         for name in self._kept_sources:
@@ -54,26 +56,18 @@ class Step:
 
     def backward(self, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gradient of this rank's share of each trainable parameter, each in memory of its own."""
-        gradients: dict[str, torch.Tensor] = self.backward_module(self.comm, saved, tangent)
+        with self._uncast():
+            gradients: dict[str, torch.Tensor] = self.backward_module(self.comm, saved, tangent)
         return _separate(gradients)
+
+    def _uncast(self) -> contextlib.AbstractContextManager[None]:
+        """No autocast may touch calls whose dtypes were fixed at capture."""
+        kind = self.comm.device.type
+        return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
     def versions(self, sources: Tensors) -> dict[str, int]:
         """How often each source that crosses has been written so far."""
         return {name: sources[name]._version for name in self._kept_sources if name not in self._updated}
-
-
-def without_dropout(program: Program) -> Program:
-    """The same program in which every dropout has probability zero: for evaluation."""
-
-    def kept(part: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        return tuple(_undropped(i) if isinstance(i, Call) and i.op == "hap.dropout.default" else i for i in part)
-
-    return replace(program, forward=kept(program.forward), backward=kept(program.backward))
-
-
-def _undropped(call: Call) -> Call:
-    x, seed, _, *rest = call.args
-    return replace(call, args=(x, seed, 0.0, *rest))
 
 
 class RunStep(torch.autograd.Function):

@@ -1,0 +1,130 @@
+"""``torch.autocast`` at capture: the casts become part of the graph, in the forward and in the backward pass.
+
+A step is captured under the autocast that is active where ``hap.plan`` or ``hap.compile`` is called, whichever device
+it is for: it is traced on CPU tensors under the CPU's autocast with the same dtype, and where the user's is CUDA's,
+what CUDA's computes in float32 is made float32 here too (torch's list, "CUDA ops that autocast to float32"). When the
+program runs, its calls are fixed, so no autocast may touch them again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_DEVICES = ("cuda", "cpu")
+_IN_FLOAT32 = frozenset(
+    [
+        "__pow__",
+        "__rdiv__",
+        "__rpow__",
+        "__rtruediv__",
+        "acos",
+        "asin",
+        "binary_cross_entropy_with_logits",
+        "cdist",
+        "cosh",
+        "cosine_similarity",
+        "cosine_embedding_loss",
+        "cross_entropy",
+        "cumprod",
+        "cumsum",
+        "dist",
+        "erfinv",
+        "exp",
+        "expm1",
+        "group_norm",
+        "hinge_embedding_loss",
+        "kl_div",
+        "l1_loss",
+        "layer_norm",
+        "log",
+        "log10",
+        "log1p",
+        "log2",
+        "log_softmax",
+        "margin_ranking_loss",
+        "mse_loss",
+        "multi_margin_loss",
+        "multilabel_margin_loss",
+        "nll_loss",
+        "norm",
+        "normalize",
+        "pdist",
+        "poisson_nll_loss",
+        "pow",
+        "prod",
+        "reciprocal",
+        "rms_norm",
+        "rsqrt",
+        "sinh",
+        "smooth_l1_loss",
+        "soft_margin_loss",
+        "softmax",
+        "softmin",
+        "softplus",
+        "sum",
+        "tan",
+        "triplet_margin_loss",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """``device`` and ``dtype`` of the autocast that is active; None for both if there is none."""
+
+    device: str | None = None
+    dtype: torch.dtype | None = None
+
+    @classmethod
+    def here(cls) -> Autocast:
+        """The one at the place of the call."""
+        for device in _DEVICES:
+            if torch.is_autocast_enabled(device):
+                return cls(device, torch.get_autocast_dtype(device))
+        return cls()
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """As it was where ``here`` was called, whatever is active now."""
+        with contextlib.ExitStack() as stack:
+            for device in _DEVICES:
+                if self.device == device:
+                    stack.enter_context(torch.autocast(device, dtype=self.dtype))
+                elif torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    @contextlib.contextmanager
+    def on_cpu(self) -> Iterator[None]:
+        """Around a trace on CPU tensors: their autocast, with this dtype."""
+        if self.dtype is None:
+            yield
+            return
+        with torch.autocast("cpu", dtype=self.dtype, cache_enabled=False), contextlib.ExitStack() as stack:
+            if self.device == "cuda":
+                stack.enter_context(_LikeCuda())
+            yield
+
+
+class _LikeCuda(TorchFunctionMode):
+    """While active under an autocast, what CUDA's computes in float32 gets its low-precision arguments in float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _IN_FLOAT32 or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **(kwargs or {}))
+        args, kwargs = [_wide(a) for a in args], {k: _wide(v) for k, v in (kwargs or {}).items()}
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+
+
+def _wide(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor) and argument.dtype in (torch.float16, torch.bfloat16):
+        return argument.float()
+    return argument

@@ -1,0 +1,183 @@
+"""The programs that stand behind one ``HapProgram``: one for each shape of batch, in training and in evaluation.
+
+They share the parameters' and buffers' shares, so that all of them lie alike, and nothing else. Which one a step runs
+follows from the mode and from the shapes of what it is called with. A rank sees its own share only, which may have the
+same shape under two of them (a rank without a share always does): where that can be, the ranks agree by one small sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hap.capture.convert import OUTPUT
+from hap.capture.dropout import SEED
+from hap.capture.inputs import StepInputs, step_inputs
+from hap.codegen.program import Program
+from hap.errors import ProgramError
+from hap.runtime.collectives import Communicator
+from hap.runtime.data import Signature
+from hap.runtime.step import Step
+
+Rebuild = Callable[[StepInputs, bool], Program]  # an example (on ``meta``), in training or not; collective
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One program on this rank. ``state``: parameters, buffers and constants by the names it has for them."""
+
+    signature: Signature
+    step: Step
+    state: Mapping[str, torch.Tensor]
+    seed: str | None
+
+    @classmethod
+    def of(
+        cls, program: Program, example: StepInputs, shares: Mapping[str, torch.Tensor], comm: Communicator
+    ) -> Variant:
+        kept = (*program.sources_of("parameter"), *program.sources_of("buffer"))
+        written = torch.empty(0, device=comm.device)  # in place of the buffer that an output is returned as
+        state = {s.name: written if s.target.startswith(OUTPUT) else shares[s.target] for s in kept}
+        state |= {s.name: program.constants[s.target].to(comm.device) for s in program.sources_of("constant")}
+        seed = next((s.name for s in program.sources_of("input") if s.target == SEED), None)
+        return cls(Signature.of(program, example), Step(program, comm), state, seed)
+
+
+class Variants:
+    """All that one ``HapProgram`` has needed so far; the first is what it was compiled as."""
+
+    def __init__(
+        self,
+        first: Variant,
+        training: bool,
+        shares: Mapping[str, torch.Tensor],
+        comm: Communicator,
+        rebuild: Rebuild | None,
+    ) -> None:
+        self.first, self._shares, self._comm, self._rebuild = first, shares, comm, rebuild
+        self._examples = {shapes_of(first.signature.example): first.signature.example}
+        self._built = {(shapes_of(first.signature.example), training): first}
+        self._doubtful: dict[tuple[int, bool], bool] = {}
+
+    def choose(self, call: StepInputs, training: bool) -> Variant:
+        """The one that ``call``, this rank's share, is for; the first shape's if none is. Collective."""
+        known = [self._get(shapes, training) for shapes in self._examples]
+        if len(known) == 1:
+            return known[0]
+        fits = [int(_fits(v.signature, call, self._comm.rank)) for v in known]
+        if self._are_doubtful(known, training):
+            fits = self._agreed(fits)
+        return known[fits.index(1)] if 1 in fits else known[0]
+
+    def for_batch(self, batch: Any, targets: Any, training: bool) -> Signature:
+        """How to deal a global batch. A shape that is new is compiled, which is collective.
+
+        ProgramError if the inputs are not those that were compiled, or other than in their sizes.
+        """
+        given = step_inputs(batch, targets)
+        metas = dict(given.named)
+        for example in self._examples.values():
+            if all(
+                path in dict(example.named) and dict(example.named)[path].shape == t.shape for path, t in metas.items()
+            ):
+                return self._get(shapes_of(example), training).signature
+        self._check(metas)
+        return self.for_example(without_data(given), training)
+
+    def for_size(self, size: int, training: bool) -> Signature:
+        """How to deal a global batch of ``size`` samples that is otherwise like the first. Collective if it is new."""
+        first = self.first.signature
+        before, _ = first.batch
+        pieces = [t.new_empty((size, *t.shape[1:])) if t.shape[:1] == (before,) else t for _, t in first.example.named]
+        return self.for_example(first.example.rebuild(pieces), training)
+
+    def for_example(self, example: StepInputs, training: bool) -> Signature:
+        """The signature for an example on ``meta``, compiled if it is new."""
+        shapes = shapes_of(example)
+        if shapes not in self._examples:
+            self._need_rebuild("this shape of batch")
+            self._examples[shapes] = example
+            try:
+                self._get(shapes, training)
+            except Exception:
+                del self._examples[shapes]
+                raise
+        return self._get(shapes, training).signature
+
+    def nothing(self, training: bool) -> StepInputs:
+        """The share of a rank that holds none of some batch; of the first one's form if it always holds some."""
+        rank = self._comm.rank
+        known = [self._get(shapes, training).signature for shapes in self._examples]
+        empty = [s for s in known if (layout := s.batch[1]) is not None and layout.sizes[rank] == 0]
+        return (empty or known)[0].nothing(rank)
+
+    def _get(self, shapes: Shapes, training: bool) -> Variant:
+        if (shapes, training) not in self._built:
+            self._need_rebuild("training" if training else "evaluation")
+            assert self._rebuild is not None
+            example = self._examples[shapes]
+            program = self._rebuild(example, training)
+            self._built[shapes, training] = Variant.of(program, example, self._shares, self._comm)
+        return self._built[shapes, training]
+
+    def _need_rebuild(self, what: str) -> None:
+        if self._rebuild is None:
+            raise ProgramError(f"not compiled for {what}, and made without its model: use hap.compile")
+
+    def _check(self, given: Mapping[str, torch.Tensor]) -> None:
+        """A new shape must name every input, each with the dtype and number of dims it was compiled with."""
+        expected = dict(self.first.signature.example.named)
+        for path in given:
+            if path not in expected:
+                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(expected)}")
+        for path, like in expected.items():
+            if path not in given:
+                raise ProgramError(f"input {path} is missing: a batch of a new shape must be given whole")
+            if given[path].dim() != like.dim() or given[path].dtype != like.dtype:
+                raise ProgramError(
+                    f"input {path}: the program takes {like.dtype} of {like.dim()} dims, "
+                    f"got {given[path].dtype} of {given[path].dim()}"
+                )
+
+    def _are_doubtful(self, known: list[Variant], training: bool) -> bool:
+        """Whether on any rank two of them take shares of the same shape. Alike on every rank."""
+        key = (len(known), training)
+        if key not in self._doubtful:
+            ranks = range(self._comm.world_size)
+            seen = [[v.signature.local_shapes(rank) for v in known] for rank in ranks]
+            self._doubtful[key] = any(len(set(shapes)) < len(shapes) for shapes in seen)
+        return self._doubtful[key]
+
+    def _agreed(self, fits: list[int]) -> list[int]:
+        """1 where all ranks say so."""
+        votes = torch.tensor(fits, device=self._comm.device)
+        if self._comm.group is not None:
+            with self._comm.wire():
+                dist.all_reduce(votes, group=self._comm.group)
+        return [int(v == self._comm.world_size) for v in votes.tolist()]
+
+
+def shapes_of(call: StepInputs) -> Shapes:
+    """What tells one shape of batch from another."""
+    return tuple((path, tuple(tensor.shape)) for path, tensor in call.named)
+
+
+def _fits(signature: Signature, call: StepInputs, rank: int) -> bool:
+    given = {path: tuple(tensor.shape) for path, tensor in call.named}
+    return all(given.get(path) == shape for path, shape in signature.local_shapes(rank))
+
+
+def without_data(call: StepInputs) -> StepInputs:
+    """The same call with its tensors on ``meta``."""
+    return call.rebuild([t.detach().to("meta") for _, t in call.named])
+
+
+def split_outputs(updates: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(the model's outputs by name, buffers' new values by target)."""
+    outputs = {t.removeprefix(OUTPUT): value for t, value in updates.items() if t.startswith(OUTPUT)}
+    return outputs, {t: value for t, value in updates.items() if not t.startswith(OUTPUT)}

@@ -66,7 +66,7 @@ def _reasons(golden: Plan, found: Plan, step: float, memory: float) -> list[str]
             f"this is {now.cluster!r} ({now.cluster_fingerprint[:12]}); update it"
         ]
     reasons = []
-    before, after = golden.predicted.step_s, found.predicted.step_s
+    before, after = golden.predicted.as_run_s, found.predicted.as_run_s
     if after > before * (1 + step + SLACK):
         grown = f"by {after / before - 1:.1%}, " if before else ""
         reasons.append(f"the step grew {grown}from {seconds(before)} to {seconds(after)} (at most {step:.1%} allowed)")

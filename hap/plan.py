@@ -92,6 +92,11 @@ class Prediction(_Frozen):
     tight: str = ""  # the constraint that limits the step, in words
 
     @property
+    def as_run_s(self) -> float:
+        """What a clock should show: the step of the program as it is run, where it was worked out."""
+        return self.step_s if self.overlapped_s is None else self.overlapped_s
+
+    @property
     def gap(self) -> float | None:
         """(step - bound) / step, only where the bound was proved."""
         if self.lower_bound_s is None:
@@ -147,9 +152,29 @@ class Help(_Frozen):
     step_s: Seconds
 
 
+class Sent(_Frozen):
+    """One collective on the wire: how many values go together in it, the first one's name."""
+
+    name: str
+    values: int = pydantic.Field(ge=1)
+    collective: str
+    start_s: Seconds
+    wire_s: Seconds
+
+
+class AsRun(_Frozen):
+    """The step as its program is run, after the passes: collectives bundled, and sent beside compute where nobody waits
+    for them yet. ``busy_s``: for each device class start, end, start, end ... of compute without a pause."""
+
+    step_s: Seconds
+    wire: tuple[Sent, ...]
+    busy_s: tuple[tuple[Seconds, ...], ...]
+
+
 class Explanation(_Frozen):
     """What a reader wants beside the decisions. ``cluster`` is its description; ``classes`` the ranks that compute
-    alike in every stage, ``conversion_s`` seconds of each of the plan's conversions."""
+    alike in every stage, ``conversion_s`` seconds of each of the plan's conversions. ``stages`` add up to the step in
+    which nothing overlaps, which the bound is for; ``as_run`` is the step as it is run."""
 
     cluster: dict[str, Any]
     classes: tuple[tuple[int, ...], ...]
@@ -157,6 +182,7 @@ class Explanation(_Frozen):
     conversion_s: tuple[Seconds, ...]
     layers: tuple[Layer, ...]
     helps: tuple[Help, ...] = ()
+    as_run: AsRun | None = None
 
 
 class Plan(_Frozen):
@@ -278,6 +304,13 @@ def _verify_lengths(plan: Plan) -> None:
             raise ValueError(f"a stage with {len(stage.compute_s)} times for {len(told.classes)} device classes")
         if stage.conversion is not None and not 0 <= stage.conversion < len(plan.conversions):
             raise ValueError(f"a stage ends with conversion {stage.conversion} of {len(plan.conversions)}")
+    if told.as_run is None:
+        return
+    if len(told.as_run.busy_s) != len(told.classes):
+        raise ValueError(f"{len(told.as_run.busy_s)} rows of compute for {len(told.classes)} device classes")
+    for row in told.as_run.busy_s:
+        if len(row) % 2 or list(row) != sorted(row):
+            raise ValueError("compute does not begin and end in turns")
 
 
 def _check_group(placement: Placement | None, lengths: Mapping[str, int], where: str) -> None:

@@ -1,12 +1,13 @@
 """The plan's file format: its canonical text, what is refused before any field is looked at, and older versions.
 
-A plan file is JSON of schema version 2 (``hap/plan.schema.json``; ``python -m hap.plan_file`` prints it anew). The
+A plan file is JSON of schema version 3 (``hap/plan.schema.json``; ``python -m hap.plan_file`` prints it anew). The
 canonical text has one key a line in the plan's own order, one line for each list of numbers and one for each
 conversion, so that a change of one decision is a change of one line. Loading parses text and nothing else: no code, no
 reference to another file, no number that is not finite, bounded size and depth.
 
-The checksum is the SHA-256 of the compact JSON with sorted keys, without the checksum itself. A file of version 1
-carries the checksum of what it held, and is read as a plan without an explanation.
+The checksum is the SHA-256 of the compact JSON with sorted keys, without the checksum itself. A file of an older
+version carries the checksum of what it held, and is read as a plan that lacks what came later: the explanation
+(version 2), the step as it is run (version 3). So a new field is a new version: files that lack it would seem edited.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from hap.errors import PlanError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MAX_CHARACTERS = 512 * 2**20
 MAX_DEPTH = 12
 LINE = 240  # a list or an object of scalars that fits stands on one line
@@ -32,7 +33,12 @@ def _from_version_1(body: Body) -> Body:
     return {**body, "schema_version": 2}
 
 
-UPGRADES: Mapping[int, Callable[[Body], Body]] = {1: _from_version_1}
+def _from_version_2(body: Body) -> Body:
+    """Version 2 had no step as it is run."""
+    return {**body, "schema_version": 3}
+
+
+UPGRADES: Mapping[int, Callable[[Body], Body]] = {1: _from_version_1, 2: _from_version_2}
 
 
 def parse(text: str, origin: str) -> tuple[Body, str | None]:
@@ -60,7 +66,7 @@ def edited(origin: str) -> str:
 
 def _unknown_version(version: Any, origin: str) -> str:
     shown = repr(version)[:20]
-    readable = " and ".join(map(str, sorted([*UPGRADES, SCHEMA_VERSION])))
+    readable = f"{min(UPGRADES)} to {SCHEMA_VERSION}"
     newer = isinstance(version, int) and version > SCHEMA_VERSION
     remedy = "pip install --upgrade hap" if newer else f"hap plan MODEL --cluster CLUSTER.yaml -o {origin}"
     return f"{origin}: schema version {shown}, this HAP reads {readable}; run: {remedy}"

@@ -90,7 +90,7 @@ def compare(
     for name, spec in variants:
         price = _price(spec)
         try:
-            step_s = plan_graph(found, spec, optimizer=optimizer, effort=effort).predicted.step_s
+            step_s = plan_graph(found, spec, optimizer=optimizer, effort=effort).predicted.as_run_s
         except InfeasibleError as e:
             judged.append(Variant(name, spec.world_size, None, None, price, str(e)))
             continue

@@ -17,6 +17,7 @@ from typing import Any
 import pydantic
 
 from hap.cluster import ClusterSpec
+from hap.codegen.lowering import lower
 from hap.conversion import Need
 from hap.cost_models.evaluate import Evaluation, evaluate
 from hap.cost_models.profile import CalibratedCluster
@@ -28,6 +29,7 @@ from hap.plan import Help, Plan, Strategy
 from hap.report.explanation import cluster_body, make_explanation, needs_of, strategies_of
 from hap.search.assemble import used_groups
 from hap.search.classes import find_bundles, find_classes
+from hap.search.judge import played
 from hap.search.prices import Facts
 from hap.search.ratios import best_shares
 from hap.search.rounding import round_shares
@@ -135,7 +137,8 @@ def what_helps(plan: Plan, graph: Graph, cluster: ClusterSpec) -> tuple[Help, ..
 def explained(plan: Plan, graph: Graph, cluster: ClusterSpec, *, helps: bool) -> Plan:
     """The plan with its explanation."""
     found = what_helps(plan, graph, cluster) if helps else ()
-    return plan.model_copy(update={"explanation": make_explanation(plan, graph, cluster, found)})
+    as_run = played(graph, plan, lower(graph, plan), cluster)
+    return plan.model_copy(update={"explanation": make_explanation(plan, graph, cluster, found, as_run)})
 
 
 @dataclass(frozen=True)

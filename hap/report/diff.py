@@ -9,7 +9,7 @@ from typing import Any
 
 from hap.plan import Plan
 from hap.report.summary import parameter_uses
-from hap.report.words import counted, listed, quantity, seconds, starred, table
+from hap.report.words import counted, listed, quantity, seconds, sizes_in_words, starred, table
 
 FEW = 12  # lines of one kind
 
@@ -84,13 +84,15 @@ def _figures(a: Plan, b: Plan) -> Iterator[Number]:
     """Those that changed."""
     x, y = a.predicted, b.predicted
     pairs = [
-        Number("predicted step", x.step_s, y.step_s, "s"),
+        Number("predicted step", x.as_run_s, y.as_run_s, "s"),
         Number("busiest rank's compute", max(x.compute_s), max(y.compute_s), "s"),
         Number("communication", x.communication_s, y.communication_s, "s"),
         Number("lower bound", x.lower_bound_s or 0.0, y.lower_bound_s or 0.0, "s"),
         Number("fullest rank's memory", max(x.memory_bytes), max(y.memory_bytes), "B"),
         Number("memory of all ranks", sum(x.memory_bytes), sum(y.memory_bytes), "B"),
     ]
+    if x.overlapped_s is not None or y.overlapped_s is not None:
+        pairs.insert(1, Number("with nothing overlapped", x.step_s, y.step_s, "s"))
     for kind in sorted({c.collective for p in (a, b) for c in p.conversions if c.collective != "slice"}):
         found = [[c for c in p.conversions if c.collective == kind] for p in (a, b)]
         pairs.append(Number(f"number of {kind}", len(found[0]), len(found[1]), ""))
@@ -141,8 +143,7 @@ def _shares(a: Plan, b: Plan) -> Iterator[str]:
 def _sizes(sizes: tuple[int, ...] | None) -> str:
     if sizes is None:
         return "not dealt"
-    shown = " + ".join(map(str, sizes[:16]))
-    return f"{shown} + {len(sizes) - 16} more" if len(sizes) > 16 else shown
+    return sizes_in_words(sizes)
 
 
 def _uses(a: Plan, b: Plan) -> Iterator[str]:

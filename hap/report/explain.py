@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from hap.plan import Plan
 from hap.report.facts import DeviceRow, Facts
 from hap.report.summary import parameter_lines
-from hap.report.words import counted, listed, percent, quantity, seconds, starred, table
-
-MANY = 6  # rank numbers that are listed one by one
+from hap.report.words import counted, listed, percent, quantity, ranks_in_words, seconds, starred, table
 
 
 def explain(plan: Plan) -> str:
@@ -40,10 +38,14 @@ def _sentences(facts: Facts) -> Iterator[str]:
         f"{made.model} ({quantity(made.parameters)} parameters) is trained on {counted(plan.world_size, 'device')} of "
         f"cluster {made.cluster!r}: {listed([f'{n} {kind}' for kind, n in kinds.items()], 6)}."
     )
-    rate = f", {quantity(facts.batch / predicted.step_s)} samples a second" if facts.batch and predicted.step_s else ""
-    yield f"One step is predicted to take {seconds(predicted.step_s)}{rate}."
+    step = predicted.as_run_s
+    rate = f", {quantity(facts.batch / step)} samples a second" if facts.batch and step else ""
+    yield f"One step is predicted to take {seconds(step)}{rate}."
+    if predicted.overlapped_s is not None and predicted.step_s > 1.005 * step:
+        plain = seconds(predicted.step_s)
+        yield f"That is with collectives bundled and sent beside compute; with nothing overlapped it would be {plain}."
     if price := hourly_price(facts):
-        per = f", {price / 3600 * predicted.step_s / facts.batch * 1e6:.3g} per million samples" if facts.batch else ""
+        per = f", {price / 3600 * step / facts.batch * 1e6:.3g} per million samples" if facts.batch else ""
         yield f"The cluster costs {price:.2f} an hour{per}."
     yield _dealt(facts)
     yield _limit(facts)
@@ -51,12 +53,13 @@ def _sentences(facts: Facts) -> Iterator[str]:
         best = facts.told.helps[0]
         gain = 1 - best.step_s / predicted.step_s
         if gain > 0.005:
-            yield f"What would help most: {best.change}, for {seconds(best.step_s)} a step ({gain:.0%} less)."
+            yield f"What would help most: {best.change}, by {gain:.0%} of a step."
         else:
             yield "No single improvement of the hardware that was tried would shorten it by half a percent."
     if predicted.gap is not None and predicted.lower_bound_s:
         bound = seconds(predicted.lower_bound_s)
-        yield f"By the same cost model no plan for this model and cluster can take less than {bound}."
+        how = "" if predicted.overlapped_s is None else ", nothing overlapped,"
+        yield f"By the same cost model{how} no plan for this model and cluster can take less than {bound}."
 
 
 def hourly_price(facts: Facts) -> float | None:
@@ -83,8 +86,9 @@ def _limit(facts: Facts) -> str:
     predicted = facts.plan.predicted
     busiest = max(facts.devices, key=lambda d: d.busy_s)
     fullest = max(facts.devices, key=_fullness)
-    share = percent(predicted.communication_s, predicted.step_s)
-    words = f"Communication takes {seconds(predicted.communication_s)} of it ({share})"
+    words = f"Communication takes {seconds(predicted.communication_s)}"
+    if predicted.overlapped_s is None:
+        words += f" of it ({percent(predicted.communication_s, predicted.step_s)})"
     if facts.collectives:
         longest = facts.collectives[0]
         words += f", most of all {counted(longest.count, longest.collective)} in the {longest.phase} pass"
@@ -121,17 +125,6 @@ def _devices(facts: Facts) -> list[str]:
     return ["devices (those that do the same are one row):", *_indented(table(rows, right=(2, 3, 4, 5)))]
 
 
-def ranks_in_words(ranks: tuple[int, ...]) -> str:
-    """``0-3, 8``; long lists end in how many more there are."""
-    spans: list[tuple[int, int]] = []
-    for rank in ranks:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    return listed([f"{a}" if a == b else f"{a}-{b}" for a, b in spans], MANY).replace(" and ", ", ", 1)
-
-
 def _collectives(facts: Facts) -> list[str]:
     if not facts.collectives:
         return ["collectives: none"]
@@ -160,7 +153,10 @@ def _helps(facts: Facts) -> list[str]:
         return []
     step = facts.plan.predicted.step_s
     rows = [[h.change, seconds(h.step_s), f"{h.step_s / step - 1:+.1%}" if step else ""] for h in facts.told.helps]
-    return ["what would help (same placements, shares dealt out anew):", *_indented(table(rows, right=(1, 2)))]
+    return [
+        "what would help (same placements, shares dealt out anew, nothing overlapped):",
+        *_indented(table(rows, right=(1, 2))),
+    ]
 
 
 def _indented(lines: list[str]) -> list[str]:

@@ -18,11 +18,13 @@ from hap.conversion import Need, find_needs
 from hap.cost_models.compute import DEFAULT_MODEL
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.sequence import ConversionCost, Pricer, sequence
+from hap.cost_models.timeline import Timeline
 from hap.fabric import Array
 from hap.graph import Graph
 from hap.placement import Shard
-from hap.plan import Explanation, Help, Layer, Plan, Stage, Strategy
+from hap.plan import AsRun, Explanation, Help, Layer, Plan, Sent, Stage, Strategy
 
+GAP = 1e-6  # of a step: a pause that nobody sees
 ROOT = "(model)"
 OPTIMIZER = "optimizer"
 
@@ -48,8 +50,10 @@ def layer_of(module: str) -> str:
     return ".".join(parts[: numbers[0] + 1] if numbers else parts) or ROOT
 
 
-def make_explanation(plan: Plan, graph: Graph, cluster: ClusterSpec, helps: Sequence[Help] = ()) -> Explanation:
-    """The explanation of a plan made for ``graph`` and ``cluster``."""
+def make_explanation(
+    plan: Plan, graph: Graph, cluster: ClusterSpec, helps: Sequence[Help] = (), played: Timeline | None = None
+) -> Explanation:
+    """The explanation of a plan made for ``graph`` and ``cluster``; ``played`` is its step as it is run."""
     strategies = strategies_of(plan)
     needs = needs_of(plan, graph, strategies)
     costs = Pricer(graph, plan.sizes, cluster).price(needs)
@@ -67,7 +71,34 @@ def make_explanation(plan: Plan, graph: Graph, cluster: ClusterSpec, helps: Sequ
         conversion_s=tuple(_short(c.seconds) for c in costs),
         layers=replay.layers(strategies),
         helps=tuple(helps),
+        as_run=None if played is None else _as_run(played, [ranks[0] for ranks in replay.classes()]),
     )
+
+
+def _as_run(played: Timeline, first: Sequence[int]) -> AsRun:
+    """What ``first``, a rank of each class, do, and what is on the wire."""
+    busy: dict[int, list[float]] = {rank: [] for rank in first}
+    wire = []
+    for span in played.spans:
+        if span.stream == "communication":
+            names = span.name.split(", ")
+            wire.append(
+                Sent(
+                    name=names[0],
+                    values=len(names),
+                    collective=span.kind,
+                    start_s=_fine(span.start_s),
+                    wire_s=_fine(span.seconds),
+                )
+            )
+        elif span.rank in busy and span.seconds > 0:
+            row = busy[span.rank]
+            if row and span.start_s - row[-1] <= GAP * played.step_s:
+                row[-1] = span.end_s
+            else:
+                row += [span.start_s, span.end_s]
+    rows = tuple(tuple(map(_fine, busy[rank])) for rank in first)
+    return AsRun(step_s=_fine(played.step_s), wire=tuple(wire), busy_s=rows)
 
 
 def cluster_body(cluster: ClusterSpec) -> dict[str, Any]:
@@ -79,6 +110,11 @@ def cluster_body(cluster: ClusterSpec) -> dict[str, Any]:
 
 def _short(seconds: float) -> float:
     return float(f"{seconds:.4g}")
+
+
+def _fine(seconds: float) -> float:
+    """Of a moment in the step, whose differences are looked at."""
+    return float(f"{seconds:.7g}")
 
 
 @dataclass

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 
-from hap.report.explain import ranks_in_words
+from hap.plan import AsRun
 from hap.report.facts import DeviceRow, Facts
 from hap.report.measured import Measured
 from hap.report.traffic import between, traffic_bytes
-from hap.report.words import quantity, seconds
+from hap.report.words import quantity, ranks_in_words, seconds
 
 # Distinct in both modes and for the colour blind (Okabe and Ito's set, darkened or lightened a little).
 COMPUTE, WIRE, WAIT = "#3b82c4", "#e08a2e", "rgba(140,140,135,0.35)"
@@ -48,29 +49,22 @@ def name_of(row: DeviceRow) -> str:
     return f"ranks {short}, {row.kind} ({len(row.ranks)})"
 
 
+Bar = tuple[str, float, float, str]  # row, start, seconds, words
+ON_THE_WIRE = "on the wire"
+
+
 def timeline(facts: Facts, shown: Sequence[int]) -> str:
-    """Compute, waiting and collectives of every class, stage after stage as the cost model adds them up."""
+    """What every class does from the step's beginning to its end, and what is on the wire meanwhile."""
     told, plan = facts.told, facts.plan
     assert told is not None
     names = [name_of(facts.devices[i]) for i in shown]
-    least = FAINT * plan.predicted.step_s
-    bars: dict[str, list[tuple[str, float, float, str]]] = {"compute": [], "waits for others": [], "collective": []}
-    start = 0.0
-    for stage in told.stages:
-        longest = max(stage.compute_s)
-        for name, i in zip(names, shown, strict=True):
-            own = stage.compute_s[i]
-            bars["compute"].append((name, start, own, f"{stage.layer}<br>compute {seconds(own)}"))
-            bars["waits for others"].append((name, start + own, longest - own, f"waits {seconds(longest - own)}"))
-        start += longest
-        if stage.conversion is not None:
-            c = plan.conversions[stage.conversion]
-            words = (
-                f"{c.collective} of {c.value}<br>{c.decomposition}, {quantity(c.nbytes, 'B')}, {seconds(stage.wire_s)}"
-            )
-            bars["collective"] += [(name, start, stage.wire_s, words) for name in names]
-            start += stage.wire_s
-    figure = go.Figure()
+    if told.as_run is None:
+        end, bars = _stages(facts, names, shown)
+        rows = names
+    else:
+        end, bars = told.as_run.step_s, _as_run(told.as_run, names, shown)
+        rows = [*names, ON_THE_WIRE]
+    figure, least = go.Figure(), FAINT * (end or plan.predicted.step_s)
     for (kind, found), colour in zip(bars.items(), (COMPUTE, WAIT, WIRE), strict=True):
         kept = _joined([bar for bar in found if bar[2] > 0], least)
         figure.add_bar(
@@ -84,14 +78,53 @@ def timeline(facts: Facts, shown: Sequence[int]) -> str:
             marker={"color": colour, "line": {"width": 0}},
         )
     figure.update_layout(barmode="overlay", bargap=0.25)
-    figure.update_xaxes(title="ms", range=[0, start * 1e3])
-    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
-    return _html(figure, 120 + 34 * len(names))
+    figure.update_xaxes(title="ms", range=[0, end * 1e3])
+    figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
+    return _html(figure, 120 + 34 * len(rows))
 
 
-def _joined(bars: list[tuple[str, float, float, str]], least: float) -> list[tuple[str, float, float, str]]:
+def _as_run(run: AsRun, names: Sequence[str], shown: Sequence[int]) -> dict[str, list[Bar]]:
+    """As the program is run: a row for each class, and one for the wire that all share."""
+    bars: dict[str, list[Bar]] = {"compute": [], "waits": [], "collective": []}
+    for name, i in zip(names, shown, strict=True):
+        times = [0.0, *run.busy_s[i], run.step_s]
+        for number, (start, end) in enumerate(pairwise(times)):
+            kind = "compute" if number % 2 else "waits"
+            words = f"{'computes' if number % 2 else 'waits'} {seconds(end - start)}"
+            bars[kind].append((name, start, end - start, words))
+    for sent in run.wire:
+        more = f" and {sent.values - 1} more" if sent.values > 1 else ""
+        words = f"{sent.collective} of {sent.name}{more}<br>{seconds(sent.wire_s)}"
+        bars["collective"].append((ON_THE_WIRE, sent.start_s, sent.wire_s, words))
+    return bars
+
+
+def _stages(facts: Facts, names: Sequence[str], shown: Sequence[int]) -> tuple[float, dict[str, list[Bar]]]:
+    """As the cost model adds stages up, nothing beside anything: of plans that do not hold their step as it is run."""
+    told, plan = facts.told, facts.plan
+    assert told is not None
+    bars: dict[str, list[Bar]] = {"compute": [], "waits": [], "collective": []}
+    start = 0.0
+    for stage in told.stages:
+        longest = max(stage.compute_s)
+        for name, i in zip(names, shown, strict=True):
+            own = stage.compute_s[i]
+            bars["compute"].append((name, start, own, f"{stage.layer}<br>compute {seconds(own)}"))
+            bars["waits"].append((name, start + own, longest - own, f"waits {seconds(longest - own)}"))
+        start += longest
+        if stage.conversion is not None:
+            c = plan.conversions[stage.conversion]
+            words = (
+                f"{c.collective} of {c.value}<br>{c.decomposition}, {quantity(c.nbytes, 'B')}, {seconds(stage.wire_s)}"
+            )
+            bars["collective"] += [(name, start, stage.wire_s, words) for name in names]
+            start += stage.wire_s
+    return start, bars
+
+
+def _joined(bars: list[Bar], least: float) -> list[Bar]:
     """Neighbours of one row that are too short to be seen become one bar, so that thousands of stages stay quick."""
-    found: list[tuple[str, float, float, str]] = []
+    found: list[Bar] = []
     last: dict[str, int] = {}
     for name, start, length, words in bars:
         at = last.get(name)
@@ -270,7 +303,7 @@ def measured(facts: Facts, run: Measured) -> str:
         marker={"size": 5},
     )
     figure.add_hline(
-        y=facts.plan.predicted.step_s * 1e3,
+        y=facts.plan.predicted.as_run_s * 1e3,
         line={"color": WIRE, "width": 2, "dash": "dash"},
         annotation={"text": "predicted", "xanchor": "right", "yanchor": "top", "showarrow": False},
     )

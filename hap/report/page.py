@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 
 from hap.errors import HapError, PlanError
 from hap.plan import Plan
-from hap.report.explain import hourly_price, paragraph, ranks_in_words
+from hap.report.explain import hourly_price, paragraph
 from hap.report.facts import DeviceRow, Facts
 from hap.report.measured import Measured, load_run
-from hap.report.words import quantity, seconds
+from hap.report.words import quantity, ranks_in_words, seconds
 
 __all__ = ["load_run", "render_page"]
 
@@ -90,9 +90,10 @@ def _sections(facts: Facts, shown: tuple[int, ...], measured: Measured | None) -
         )
     if measured is not None:
         yield _figure("Predicted and measured", _compared(facts, measured), draw.measured(facts, measured))
-    words = (
-        "What every device does in one step; those that do the same are one row. Drag to zoom, click twice to return."
-    )
+    words = "What every device does in one step; those that do the same are one row."
+    if facts.told is not None and facts.told.as_run is not None:
+        words += " The wire is everybody's; what it carries beside compute costs no time."
+    words += " Drag to zoom, click twice to return."
     yield _figure("Timeline", words, draw.timeline(facts, shown))
     words = "At its peak, by what takes it; a grey mark is where a device is full."
     yield _figure("Memory", words, draw.memory(facts, shown))
@@ -110,13 +111,13 @@ def _sections(facts: Facts, shown: tuple[int, ...], measured: Measured | None) -
 def _tiles(facts: Facts, measured: Measured | None) -> str:
     predicted = facts.plan.predicted
     fullest = max(facts.devices, key=lambda d: d.memory_bytes / (d.capacity_bytes or 1))
-    tiles = [(seconds(predicted.step_s), "predicted step")]
+    tiles = [(seconds(predicted.as_run_s), "predicted step")]
     if measured is not None:
         tiles.append((seconds(measured.median_s), "measured step (median)"))
-    if facts.batch and predicted.step_s:
-        tiles.append((quantity(facts.batch / predicted.step_s), "samples a second"))
-    share = predicted.communication_s / predicted.step_s if predicted.step_s else 0.0
-    tiles.append((f"{share:.0%}", "of it communication"))
+    if facts.batch and predicted.as_run_s:
+        tiles.append((quantity(facts.batch / predicted.as_run_s), "samples a second"))
+    busiest = max(predicted.compute_s)
+    tiles.append((f"{busiest / predicted.as_run_s:.0%}" if predicted.as_run_s else "-", "busy, the busiest device"))
     if fullest.capacity_bytes:
         tiles.append((f"{fullest.memory_bytes / fullest.capacity_bytes:.0%}", f"of {fullest.names[0]}'s memory"))
     if (price := hourly_price(facts)) is not None:
@@ -127,11 +128,11 @@ def _tiles(facts: Facts, measured: Measured | None) -> str:
 
 def _compared(facts: Facts, measured: Measured) -> str:
     low, high = measured.spread_s
-    ratio = facts.plan.predicted.step_s / measured.median_s
+    predicted = facts.plan.predicted.as_run_s
     return (
-        f"Predicted {seconds(facts.plan.predicted.step_s)}, measured {seconds(measured.median_s)} (median of "
+        f"Predicted {seconds(predicted)}, measured {seconds(measured.median_s)} (median of "
         f"{len(measured.counted)}; 80% of steps took {seconds(low)} to {seconds(high)}); "
-        f"predicted / measured = {ratio:.2f}."
+        f"predicted / measured = {predicted / measured.median_s:.2f}."
     )
 
 

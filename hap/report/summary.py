@@ -19,13 +19,25 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hap.cluster import ClusterSpec
 from hap.placement import Shard
 from hap.plan import Plan
-from hap.report.words import counted, listed, percent, quantity, seconds, starred, table
+from hap.report.words import (
+    FEW_RANKS,
+    MANY,
+    counted,
+    listed,
+    percent,
+    quantity,
+    ranks_in_words,
+    seconds,
+    sizes_in_words,
+    starred,
+    table,
+)
 
 COPIED = "copied on every rank"
 GATHERED = "sharded, gathered for use (ZeRO, FSDP)"
@@ -96,24 +108,39 @@ def _headline(plan: Plan) -> Iterator[str]:
     proof = ""
     if predicted.gap is not None and predicted.lower_bound_s is not None:
         proof = f"; no plan can take less than {seconds(predicted.lower_bound_s)} (proved, gap {predicted.gap:.1%})"
-    yield f"predicted step: {seconds(predicted.step_s)}{proof}"
+    if predicted.overlapped_s is None:
+        yield f"predicted step: {seconds(predicted.step_s)}{proof}"
+    else:
+        yield f"predicted step: {seconds(predicted.overlapped_s)} as it is run"
+        yield f"nothing overlapped: {seconds(predicted.step_s)}{proof}"
 
 
 def _ranks(plan: Plan, cluster: ClusterSpec | None) -> list[str]:
     group, predicted = batch_group(plan), plan.predicted
-    rows = [["rank", "device", "batch", "busy", "parameters", "memory"]]
+    head = ["rank", "device", "batch", "busy", "parameters", "memory"]
     whole = max(1, max(_kind(plan, r, "parameters") for r in range(plan.world_size)))
     if any(u.group is not None for u in parameter_uses(plan)):
         whole = max(whole, _parameter_bytes(plan))
+    told: dict[tuple[str, ...], list[int]] = {}  # ranks by what is said of them
     for rank, device in enumerate(plan.devices):
         batch = "all" if group is None else f"{plan.groups[group].sizes[rank]} of {plan.groups[group].n}"
         held = _kind(plan, rank, "parameters")
         memory = quantity(predicted.memory_bytes[rank], "B")
         if cluster is not None:
             memory += f" of {quantity(cluster.devices[rank].memory_bytes, 'B')}"
-        busy = seconds(predicted.compute_s[rank])
-        rows.append([str(rank), device, batch, busy, f"{quantity(held, 'B')} ({percent(held, whole)})", memory])
-    return table(rows, right=(0, 2, 3, 4))
+        name = device if plan.world_size <= FEW_RANKS else _model(device)
+        cells = batch, seconds(predicted.compute_s[rank]), f"{quantity(held, 'B')} ({percent(held, whole)})", memory
+        told.setdefault((name, *cells), []).append(rank)
+    rows = [
+        [ranks_in_words(ranks), name if len(ranks) == 1 else f"{len(ranks)} x {name}", *cells]
+        for (name, *cells), ranks in told.items()
+    ]
+    return table([head, *rows], right=(0, 2, 3, 4))
+
+
+def _model(device: str) -> str:
+    """``host3/V100-16GB#2`` without its host and number."""
+    return device.rpartition("/")[2].partition("#")[0]
 
 
 def _kind(plan: Plan, rank: int, kind: str) -> int:
@@ -146,9 +173,7 @@ def _dealt(plan: Plan) -> list[str]:
     rows = []
     for (label, sizes), count in calls.most_common():
         alike = len(layers[label, sizes])
-        rows.append(
-            [label, " + ".join(map(str, sizes)), counted(count, "call") + (f" in {alike} groups" * (alike > 1))]
-        )
+        rows.append([label, sizes_in_words(sizes), counted(count, "call") + (f" in {alike} groups" * (alike > 1))])
     if whole:
         rows.append(["not dealt: done by every rank", "", counted(whole, "call")])
     return table(rows)
@@ -170,20 +195,17 @@ def parameter_lines(plan: Plan) -> list[str]:
 def _reasons(plan: Plan, cluster: ClusterSpec | None) -> Iterator[str]:
     group = batch_group(plan)
     if group is not None:
-        sizes, n = plan.groups[group].sizes, plan.groups[group].n
-        idle = [plan.devices[r] for r, s in enumerate(sizes) if s == 0]
-        most = max(range(len(sizes)), key=lambda r: sizes[r])
-        if len(set(sizes)) > 1:
-            role = _role(most, cluster)
-            yield f"{plan.devices[most]}{role} takes {percent(sizes[most], n)} of the batch"
-        if idle:
-            yield f"{listed(idle)} get{'s' if len(idle) == 1 else ''} no part of the batch"
+        yield from _batch_shares(plan, plan.groups[group].sizes, cluster)
     if cluster is None:
         return
-    for rank, device in enumerate(cluster.devices):
-        used = plan.predicted.memory_bytes[rank]
-        if used >= FULL * device.memory_bytes:
-            yield f"{plan.devices[rank]} is full: {percent(used, device.memory_bytes)} of its memory"
+    full = [r for r, d in enumerate(cluster.devices) if plan.predicted.memory_bytes[r] >= FULL * d.memory_bytes]
+    if plan.world_size > FEW_RANKS and full:
+        kinds = Counter(_model(plan.devices[r]) for r in full)
+        yield f"full, or nearly: {listed([f'{n} of {kind}' for kind, n in kinds.items()])}"
+    else:
+        for rank in full:
+            used = percent(plan.predicted.memory_bytes[rank], cluster.devices[rank].memory_bytes)
+            yield f"{plan.devices[rank]} is full: {used} of its memory"
     state = sum(_kind(plan, r, k) for r in range(plan.world_size) for k in ("parameters", "gradients", "optimizer"))
     uses = parameter_uses(plan)
     least = min(cluster.devices, key=lambda d: d.memory_bytes)
@@ -192,6 +214,25 @@ def _reasons(plan: Plan, cluster: ClusterSpec | None) -> Iterator[str]:
             f"no room for copies: parameters, gradients and optimizer state take {quantity(state, 'B')}, "
             f"{least.name} has {quantity(least.memory_bytes, 'B')}"
         )
+
+
+def _batch_shares(plan: Plan, sizes: Sequence[int], cluster: ClusterSpec | None) -> Iterator[str]:
+    """Who gets most of the batch and who nothing; of many ranks what each kind of device gets."""
+    n = sum(sizes)
+    if plan.world_size > FEW_RANKS:
+        held: Counter[str] = Counter()
+        for device, size in zip(plan.devices, sizes, strict=True):
+            held[_model(device)] += size
+        count = Counter(map(_model, plan.devices))
+        shares = [f"{percent(size, n)} to {count[kind]} {kind}" for kind, size in held.most_common()]
+        yield f"of the batch go {listed(shares, MANY)}"
+        return
+    idle = [plan.devices[r] for r, s in enumerate(sizes) if s == 0]
+    most = max(range(len(sizes)), key=lambda r: sizes[r])
+    if len(set(sizes)) > 1:
+        yield f"{plan.devices[most]}{_role(most, cluster)} takes {percent(sizes[most], n)} of the batch"
+    if idle:
+        yield f"{listed(idle)} get{'s' if len(idle) == 1 else ''} no part of the batch"
 
 
 def _role(rank: int, cluster: ClusterSpec | None) -> str:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import groupby
+
+MANY = 6  # rank numbers, or runs of equal sizes, that are listed one by one
+FEW_RANKS = 16  # up to here every rank is a row or a number of its own
 
 
 def seconds(value: float) -> str:
@@ -58,3 +62,24 @@ def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]
         cells = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``0-3, 8``; long lists end in how many more there are."""
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    return listed([f"{a}" if a == b else f"{a}-{b}" for a, b in spans], MANY).replace(" and ", ", ", 1)
+
+
+def sizes_in_words(sizes: Sequence[int]) -> str:
+    """``413 + 413 + 196 + 2``; of many ranks the runs of equal sizes: ``512 x 5 + 256 x 4 + 256 x 2``."""
+    if len(sizes) <= FEW_RANKS:
+        return " + ".join(map(str, sizes))
+    runs = [(size, len(list(same))) for size, same in groupby(sizes)]
+    shown = [f"{n} x {size}" if n > 1 else str(size) for size, n in runs[:MANY]]
+    left = sum(n for _, n in runs[MANY:])
+    return " + ".join(shown) + (f" + {left} more ranks" if left else "")

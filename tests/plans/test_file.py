@@ -13,7 +13,7 @@ import hap
 from hap import plan_file
 from hap.cluster import ClusterSpec
 from hap.errors import PlanError
-from hap.plan import GroupPlan, Plan
+from hap.plan import AsRun, GroupPlan, Plan
 from tests.test_language import small_plan
 
 HERE = Path(__file__).parent
@@ -56,6 +56,27 @@ def test_version_1_is_read() -> None:
         Plan.from_json(damaged)
 
 
+def test_version_2_is_read_as_a_plan_that_does_not_know_its_step_as_it_is_run() -> None:
+    old = Plan.load(HERE / "version-2.plan.json")
+    assert old.explanation is not None and old.explanation.as_run is None and old.explanation.stages
+    assert old.predicted == small_plan().predicted and old.predicted.as_run_s == old.predicted.step_s == 2.0
+    assert Plan.from_json(old.to_json()) == old and '"schema_version": 3' in old.to_json()
+    damaged = (HERE / "version-2.plan.json").read_text().replace('"step_s": 2.0', '"step_s": 1.5')
+    with pytest.raises(PlanError, match="does not match its checksum"):
+        Plan.from_json(damaged)
+
+
+@pytest.mark.parametrize(
+    "busy", [((0.0, 1.0),), ((0.0,),) * 3, ((1.0, 0.5),) * 3], ids=["a row too few", "no end", "ends before it begins"]
+)
+def test_what_is_told_of_the_step_as_it_is_run_makes_sense(busy: tuple[tuple[float, ...], ...]) -> None:
+    old = Plan.load(HERE / "version-2.plan.json")
+    assert old.explanation is not None
+    told = old.explanation.model_copy(update={"as_run": AsRun(step_s=2.0, wire=(), busy_s=busy)})
+    with pytest.raises(PlanError, match=r"rows of compute|begin and end"):
+        Plan.from_json(old.model_copy(update={"explanation": told}).to_json())
+
+
 @pytest.mark.parametrize(
     ("version", "remedy"),
     [
@@ -69,19 +90,19 @@ def test_other_versions_are_refused_with_what_to_run(version: object, remedy: st
     text = json.dumps({**json.loads(small_plan().to_json()), "schema_version": version})
     with pytest.raises(PlanError) as refusal:
         Plan.from_json(text, "x.plan.json")
-    assert remedy in str(refusal.value) and "this HAP reads 1 and 2" in str(refusal.value)
+    assert remedy in str(refusal.value) and "this HAP reads 1 to 3" in str(refusal.value)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "[" * 100_000,
-        '{"schema_version": 2, "a": ' + "[" * 20 + "]" * 20 + "}",
-        '{"schema_version": 2, "schema_version": 2}',
-        '{"schema_version": 2, "a": NaN}',
-        '{"schema_version": 2, "a": 1e999}',
-        '{"schema_version": 2, "a": ' + "9" * 5000 + "}",
-        '{"schema_version": 2, "a": "\\ud800"}',
+        '{"schema_version": 3, "a": ' + "[" * 20 + "]" * 20 + "}",
+        '{"schema_version": 3, "schema_version": 2}',
+        '{"schema_version": 3, "a": NaN}',
+        '{"schema_version": 3, "a": 1e999}',
+        '{"schema_version": 3, "a": ' + "9" * 5000 + "}",
+        '{"schema_version": 3, "a": "\\ud800"}',
         "\ufeff{}",
     ],
     ids=["deep", "deeper than a plan", "key twice", "NaN", "infinite", "huge", "surrogate", "byte order mark"],

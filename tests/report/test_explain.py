@@ -2,21 +2,25 @@
 
 import json
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from hap import cli
 from hap.cluster import ClusterSpec
+from hap.codegen.lowering import lower
 from hap.cost_models.evaluate import evaluate
 from hap.errors import HapError
 from hap.plan import Conversion, GroupPlan, Plan
 from hap.report.diff import diff
-from hap.report.explain import explain, paragraph, ranks_in_words
+from hap.report.explain import explain, paragraph
 from hap.report.explanation import layer_of, needs_of, strategies_of
 from hap.report.facts import Facts
 from hap.report.node import explain_node, find_node
 from hap.report.traffic import between, traffic_bytes
+from hap.report.words import ranks_in_words
+from hap.search.judge import played
 from hap.whatif import better_clusters, faster_devices, faster_network, shorter_latency
 from tests.report.plans import cluster_of_four, four, thousand
 from tests.test_language import small_plan
@@ -61,6 +65,24 @@ def test_a_thousand_devices_are_four_rows() -> None:
     assert len(explain(thousand()).splitlines()) < 40
 
 
+def test_the_step_as_it_is_run_is_that_of_the_program() -> None:
+    """Every class is busy for what its calls take, nobody after the end, and the wire carries one thing at a time."""
+    plan, graph, _ = four()
+    assert plan.explanation is not None and plan.explanation.as_run is not None
+    run = plan.explanation.as_run
+    timeline = played(graph, plan, lower(graph, plan), cluster_of_four())
+    assert run.step_s == pytest.approx(timeline.step_s) == pytest.approx(plan.predicted.as_run_s)
+    assert run.step_s < plan.predicted.step_s  # bundled and beside compute
+    for ranks, row in zip(plan.explanation.classes, run.busy_s, strict=True):
+        assert sum(b - a for a, b in zip(row[::2], row[1::2], strict=True)) == pytest.approx(
+            timeline.busy_s[ranks[0]], rel=1e-4
+        )
+        assert row[-1] <= run.step_s * (1 + 1e-6)
+    for before, after in pairwise(run.wire):
+        assert after.start_s >= before.start_s + before.wire_s - 1e-6 * run.step_s
+    assert sum(s.values for s in run.wire) == sum(len(s.name.split(", ")) for s in timeline.spans if s.rank is None)
+
+
 def test_a_manager_reads_one_paragraph() -> None:
     said = paragraph(Facts(four()[0]))
     assert said.startswith(
@@ -68,7 +90,7 @@ def test_a_manager_reads_one_paragraph() -> None:
         "One step is predicted to take "
     )
     assert "The cluster costs 4.00 an hour" in said and "\n" not in said
-    assert re.search(r"What would help most: [a-z0-9% ]+, for \d", said)
+    assert re.search(r"What would help most: [a-z0-9% ]+, by \d+% of a step\.", said)
 
 
 def test_a_plan_of_version_1_is_explained_without_times() -> None:

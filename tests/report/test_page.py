@@ -83,7 +83,7 @@ def test_a_run_stands_beside_the_prediction(tmp_path: Path) -> None:
         with log.step(step):
             pass
     assert load_run(tmp_path / "run").steps == (0, 1, 2, 3)
-    step_s = plan_of(4).predicted.step_s
+    step_s = plan_of(4).predicted.as_run_s
     page = render_page(plan_of(4), Measured(tuple(range(12)), (9.0, 9.0, 9.0, *(2 * step_s,) * 9)))
     assert "predicted / measured = 0.50" in page and "(median of 9;" in page
 

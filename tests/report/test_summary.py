@@ -5,7 +5,8 @@ import pytest
 from hap.cluster import ClusterSpec
 from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance
 from hap.report.summary import COPIED, GATHERED, SPLIT, batch_group, parameter_uses, summarize
-from hap.report.words import counted, listed, percent, quantity, seconds, table
+from hap.report.words import counted, listed, percent, quantity, seconds, sizes_in_words, table
+from tests.report.plans import cluster_of_1024, thousand
 
 CLUSTER = """
 name: pair
@@ -132,6 +133,33 @@ def test_without_a_proof_no_gap_is_printed(plan: Plan) -> None:
     unproved = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_s": None})})
     text = summarize(unproved)
     assert "proved" not in text and "gap" not in text
+
+
+def test_the_step_as_it_is_run_comes_first(plan: Plan) -> None:
+    predicted = plan.predicted.model_copy(update={"overlapped_s": 0.011})
+    lines = summarize(plan.model_copy(update={"predicted": predicted})).splitlines()
+    assert lines[1] == "predicted step: 11 ms as it is run"
+    assert lines[2] == "nothing overlapped: 12 ms; no plan can take less than 10.8 ms (proved, gap 10.0%)"
+
+
+def test_a_thousand_devices_are_told_by_kind() -> None:
+    lines = summarize(thousand(), cluster_of_1024()).splitlines()
+    assert len(lines) < 40 and max(map(len, lines)) < 140
+    found = [line.split()[:5] for line in lines if " x " in line and " of 8192 " in line]
+    assert found == [
+        ["0-255", "256", "x", "A100-40GB", "12"],
+        ["256-511", "256", "x", "A100-40GB", "11"],
+        ["512-767", "256", "x", "V100-16GB", "7"],
+        ["768-1023", "256", "x", "T4", "2"],
+    ]
+    assert "of the batch go 72% to 512 A100-40GB, 22% to 256 V100-16GB and 6% to 256 T4" in lines
+    assert any(" x 11 + " in line and line.strip().startswith("batch") for line in lines)
+
+
+def test_sizes_of_many_ranks_are_runs() -> None:
+    assert sizes_in_words((3, 0, 1)) == "3 + 0 + 1"
+    assert sizes_in_words((5,) * 10 + (2,) + (4,) * 9) == "10 x 5 + 2 + 9 x 4"
+    assert sizes_in_words(tuple(range(20))) == "0 + 1 + 2 + 3 + 4 + 5 + 14 more ranks"
 
 
 def test_a_device_left_out_is_named(plan: Plan) -> None:

@@ -1,36 +1,41 @@
 """HAP against what people use, on unequal clusters played by the testbed, all contestants interleaved in one run.
 
-    python benchmarks/race.py [--quick] [--models GPT-2,VGG] [--clusters both] [--rounds 8]
+    python benchmarks/race.py [--quick] [--models GPT-2,VGG] [--clusters both] [--rounds 8] [--bare]
 
-Contestants: HAP (its planner's own choice for the cluster), the same plan without its passes, DDP with equal batches,
-DDP with batches in proportion to the devices' speeds (weighted so that the gradient is the global batch's), ZeRO-1
-(``ZeroRedundancyOptimizer``), FSDP2 (``fully_shard``). All train the same: the losses of the
-first three steps are compared.
+Contestants: HAP (its planner's own choice for the cluster), with ``--bare`` the same plan without its passes, DDP with
+equal batches, and with batches in proportion to the devices' speeds (weighted so that the gradient is the global
+batch's): DDP, ZeRO-1 (``ZeroRedundancyOptimizer``), FSDP2 (``fully_shard``). Where all devices are equally fast the two
+DDPs are one. All train the same: the losses of the first three steps are compared.
 Steps per second are those of the slowest rank. *Exposed* is a step's time beyond the busiest rank's compute. The
 *limit* of a case is the step that deals the least compute seen perfectly to all devices and communicates for free.
+
+The rows of a case are always of one run, in which its contestants took turns. A run of some cases replaces these in
+``race.json`` and leaves the others, each with its commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import hap
-from benchmarks.common import COLOURS, Report, Spread, drawing, parse
+from benchmarks.common import COLOURS, Options, Report, Spread, commit, drawing, parse
 from benchmarks.race_models import MODELS, build
-from benchmarks.race_rank import Result, race
+from benchmarks.race_rank import race
 from benchmarks.testbed import RankError, Testbed, played
+from hap.capture import capture
 from hap.cluster import ClusterSpec, Link
-from hap.plan import Plan
+from hap.rules.choices import choices
 from hap.runtime.emulate import HostRate, measure_host
+from hap.search.planner import plan_graph
 
 NAME = "race"
 CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # TFLOP/s and network Mbit/s, by rank
@@ -77,49 +82,96 @@ def dealt(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Entry:
+    """One contestant. ``steps_s``: each the slowest rank's; ``compute_s`` by rank; bytes of the fullest rank;
+    ``missed``, of the sections of the rank that missed most; ``losses`` of the whole batch."""
+
+    steps_s: tuple[float, ...]
+    compute_s: tuple[float, ...]
+    missed: float
+    held_bytes: int
+    peak_bytes: int
+    losses: tuple[float, ...]
+
+    @property
+    def steps(self) -> Spread:
+        return Spread.of(self.steps_s)
+
+    @property
+    def exposed_s(self) -> float:
+        return self.steps.median - max(self.compute_s)
+
+
+@dataclass(frozen=True)
 class Case:
-    """One model on one cluster: what every contestant did, by rank; ``absent`` has the reasons of those who could
-    not."""
+    """One model on one cluster in one run. ``absent`` has the reasons of those who could not; ``shape`` says what HAP's
+    plan is; seconds without and with overlap are its predictions."""
 
     model: str
     cluster: str
-    plan: Plan
+    commit: str | None
+    shape: str
+    step_s: float
+    overlapped_s: float
     slowdowns: tuple[float, ...]
-    results: Mapping[str, Sequence[Result]]
+    entries: Mapping[str, Entry]
     absent: Mapping[str, str]
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Case:
+        return cls(**{**body, "entries": {who: Entry(**e) for who, e in body["entries"].items()}})
 
     @property
     def name(self) -> str:
         return f"{self.model}, {self.cluster}"
 
-    def steps(self, who: str) -> Spread:
-        """Seconds of a step, each the slowest rank's."""
-        return Spread.of([max(s) for s in zip(*(r.steps_s for r in self.results[who]), strict=True)])
-
-    def exposed_s(self, who: str) -> float:
-        return self.steps(who).median - max(r.compute_s for r in self.results[who])
-
     @property
     def best(self) -> str:
-        return min((who for who in BASELINES if who in self.results), key=lambda who: self.steps(who).median)
+        return min((who for who in BASELINES if who in self.entries), key=lambda who: self.entries[who].steps.median)
 
     def speedup(self, over: str) -> float:
-        return self.steps(over).median / self.steps(OURS).median
+        return self.entries[over].steps.median / self.entries[OURS].steps.median
 
     @property
     def limit_s(self) -> float:
-        work = min(
-            sum(r.compute_s / s for r, s in zip(ranks, self.slowdowns, strict=True)) for ranks in self.results.values()
-        )
+        work = min(sum(c / s for c, s in zip(e.compute_s, self.slowdowns, strict=True)) for e in self.entries.values())
         return work / sum(1 / s for s in self.slowdowns)
 
+    @property
+    def of_limit(self) -> float:
+        return self.limit_s / self.entries[OURS].steps.median
+
     def verify(self) -> None:
-        """All have trained the same: the losses of the first steps, summed over ranks, after each one's updates."""
-        for who, ranks in self.results.items():
-            for step, expected in enumerate(zip(*(r.losses for r in self.results["DDP"]), strict=True)):
-                found = sum(r.losses[step] for r in ranks)
-                same = math.isclose(found, sum(expected), rel_tol=1e-3)
-                assert same, f"{self.name}: {who} has loss {found} in step {step}, DDP {sum(expected)}"
+        """All have trained the same: the losses of the first steps, after each one's updates."""
+        for who, entry in self.entries.items():
+            for step, (found, expected) in enumerate(zip(entry.losses, self.entries["DDP"].losses, strict=True)):
+                same = math.isclose(found, expected, rel_tol=1e-3)
+                assert same, f"{self.name}: {who} has loss {found} in step {step}, DDP {expected}"
+
+
+def entry_of(ranks: Sequence[Any]) -> Entry:
+    """What the ranks found of one contestant."""
+    return Entry(
+        tuple(max(s) for s in zip(*(r.steps_s for r in ranks), strict=True)),
+        tuple(r.compute_s for r in ranks),
+        max(r.missed for r in ranks),
+        max(r.held_bytes for r in ranks),
+        max(r.peak_bytes for r in ranks),
+        tuple(sum(losses) for losses in zip(*(r.losses for r in ranks), strict=True)),
+    )
+
+
+def shape_of(plan: Any, graph: Any) -> str:
+    """How the batch is dealt, and how much of the parameters every rank holds whole."""
+    whole = total = 0
+    for node in graph.sources("parameter"):
+        total += node.meta.nbytes
+        whole += node.meta.nbytes if str(plan.strategy(node.name).outputs[0]) == "R" else 0
+    (first, *_) = graph.sources("input")
+    placement = plan.strategy(first.name).outputs[0]
+    group = getattr(placement, "group", None)
+    sizes = "on every rank" if group is None else ":".join(map(str, plan.groups[group].sizes))
+    return f"batch {sizes}, {whole / total:.0%} of the parameters whole"
 
 
 def cannot_run(model: str) -> str | None:
@@ -134,29 +186,53 @@ def cannot_run(model: str) -> str | None:
     return None
 
 
-def run_case(model: str, name: str, host: HostRate, rounds: int, absent: Mapping[str, str]) -> Case:
+def run_case(model: str, name: str, host: HostRate, rounds: int, absent: Mapping[str, str], bare: bool) -> Case:
     """Plan, then race all that are not ``absent``."""
     spec = cluster(name)
     told = played(spec, host, Link(1e9, 1e-4))
     built = build(model)
-    plan = hap.plan(
-        built.model,
-        told,
-        example_inputs=built.example_inputs,
-        example_targets=built.example_targets,
-        loss_fn=built.loss_fn,
+    graph = capture(
+        built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets, name=model
     )
+    plan = plan_graph(choices(graph), told)
     batch = len(built.example_inputs)
     sizes, equal = dealt(batch, CLUSTERS[name][0]), dealt(batch, (1,) * 4)
-    names = [who for who in (OURS, BARE, *BASELINES) if who not in absent]
+    names = [who for who in (OURS, BARE, *BASELINES) if who not in absent and (bare or who != BARE)]
+    if sizes == equal:
+        names.remove("DDP, by speed")
     with Testbed(spec) as bed:
         slowdowns = tuple(r.slowdown for r in bed.layout.ranks)
-        text, told_text = plan.to_json(), told.to_yaml()
-        by_rank = bed.run(race, names, model, sizes, equal, text, told_text, rounds, timeout=900.0)
-    results = {who: [ranks[who] for ranks in by_rank] for who in names}
-    case = Case(model, name, plan, slowdowns, results, absent)
+        by_rank = bed.run(race, names, model, sizes, equal, plan.to_json(), told.to_yaml(), rounds, timeout=900.0)
+    predicted = plan.predicted
+    assert predicted.overlapped_s is not None
+    case = Case(
+        model,
+        name,
+        commit(),
+        shape_of(plan, graph),
+        predicted.step_s,
+        predicted.overlapped_s,
+        slowdowns,
+        {who: entry_of([ranks[who] for ranks in by_rank]) for who in names},
+        absent,
+    )
     case.verify()
     return case
+
+
+class CasesReport(Report):
+    """A report whose JSON has the cases too, for the next run to take over."""
+
+    def __init__(self, name: str, title: str, options: Options) -> None:
+        super().__init__(name, title, options)
+        self.cases: dict[str, Case] = {}
+        path = options.out / f"{name}.json"
+        if path.is_file():
+            known = json.loads(path.read_text(encoding="utf-8")).get("cases", [])
+            self.cases = {case.name: case for case in map(Case.read, known)}
+
+    def body(self) -> dict[str, Any]:
+        return super().body() | {"cases": [asdict(case) for case in self.cases.values()]}
 
 
 def main() -> None:
@@ -164,20 +240,22 @@ def main() -> None:
     parser.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}; default: all")
     parser.add_argument("--clusters", default="", help=f"some of {', '.join(CLUSTERS)}; default: all")
     parser.add_argument("--rounds", type=int, default=0, help=f"blocks of two steps each; default {ROUNDS}")
+    parser.add_argument("--bare", action="store_true", help="race HAP without its passes, too")
     options = parse(NAME, "HAP against what people use, on unequal clusters.", parser=parser)
     models = chosen(options.extra.models, MODELS, ("GPT-2", "VGG") if options.quick else tuple(MODELS))
     clusters = chosen(options.extra.clusters, CLUSTERS, ("both", "equal") if options.quick else tuple(CLUSTERS))
     rounds = options.extra.rounds or (2 if options.quick else ROUNDS)
-    report = Report(NAME, "The race: HAP against DDP, ZeRO-1 and FSDP2 on unequal clusters", options)
+    report = CasesReport(NAME, "The race: HAP against DDP, ZeRO-1 and FSDP2 on unequal clusters", options)
     host = measure_host()
     reasons = {model: cannot_run(model) for model in models}
     absent = {model: {"FSDP2": why} if why else {} for model, why in reasons.items()}
-    cases = []
     for name in clusters:
         for model in models:
-            cases.append(run_case(model, name, host, rounds, absent[model]))
-            print(line(cases[-1]), flush=True)
-    write(report, cases)
+            case = run_case(model, name, host, rounds, absent[model], options.extra.bare)
+            report.cases[case.name] = case
+            print(line(case), flush=True)
+    in_order = [f"{model}, {name}" for name in CLUSTERS for model in MODELS]
+    write(report, [report.cases[name] for name in in_order if name in report.cases])
 
 
 def chosen(text: str, known: Mapping[str, Any], default: tuple[str, ...]) -> tuple[str, ...]:
@@ -190,62 +268,68 @@ def chosen(text: str, known: Mapping[str, Any], default: tuple[str, ...]) -> tup
 
 def line(case: Case) -> str:
     """One case in one line, while it runs."""
-    times = ", ".join(f"{who} {case.steps(who).median * 1e3:.0f}" for who in case.results)
-    return f"{case.name}: {times} ms; {case.speedup(case.best):.2f} x {case.best}"
+    times = ", ".join(
+        f"{who} {e.steps.median * 1e3:.0f} ({max(e.compute_s) * 1e3:.0f})" for who, e in case.entries.items()
+    )
+    told = f"{case.overlapped_s * 1e3:.0f} told, {case.shape}"
+    return f"{case.name}: {times} ms; {case.speedup(case.best):.2f} x {case.best}; {told}"
 
 
 def write(report: Report, cases: Sequence[Case]) -> None:
-    unequal = [c for c in cases if c.cluster != "equal"]
-    over_best = [c.speedup(c.best) for c in cases]
+    unequal = [c.speedup(c.best) for c in cases if c.cluster != "equal"]
     if unequal:
-        mean = statistics.geometric_mean([c.speedup(c.best) for c in unequal])
-        report.figure("geomean_over_best_baseline_unequal", mean)
+        report.figure("geomean_over_best_baseline_unequal", statistics.geometric_mean(unequal))
     report.figure("best_over_equal_ddp", max(c.speedup("DDP") for c in cases))
-    report.figure("worst_over_best_baseline", min(over_best))
-    report.figure("share_of_limit", statistics.geometric_mean([c.limit_s / c.steps(OURS).median for c in cases]))
+    report.figure("worst_over_best_baseline", min(c.speedup(c.best) for c in cases))
+    report.figure("share_of_limit", statistics.geometric_mean([c.of_limit for c in cases]))
     rows = []
     for c in cases:
         key = c.name.replace(", ", "_").replace(" ", "_")
-        report.figure(f"over_best_baseline_{key}", c.speedup(c.best), c.steps(OURS))
-        report.figure(f"share_of_limit_{key}", c.limit_s / c.steps(OURS).median)
-        for who, ranks in c.results.items():
-            spread = c.steps(who)
+        ours = c.entries[OURS].steps
+        report.figure(f"over_best_baseline_{key}", c.speedup(c.best), ours)
+        report.figure(f"share_of_limit_{key}", c.of_limit)
+        for who, entry in c.entries.items():
             rows.append(
                 (
                     f"{c.name}: {who}",
-                    f"{1 / spread.median:.2f}",
-                    f"{spread.relative:.0%}",
-                    f"{spread.median * 1e3:.0f}",
-                    f"{c.exposed_s(who) * 1e3:.0f}",
-                    f"{max(r.held_bytes for r in ranks) / 1e6:.1f}",
-                    f"{max(r.missed for r in ranks):.0%}",
-                    f"{c.steps(who).median / c.steps(OURS).median:.2f}",
+                    f"{1 / entry.steps.median:.2f}",
+                    f"{entry.steps.relative:.0%}",
+                    f"{entry.steps.median * 1e3:.0f}",
+                    f"{max(entry.compute_s) * 1e3:.0f}",
+                    f"{entry.exposed_s * 1e3:.0f}",
+                    f"{entry.held_bytes / 1e6:.1f}",
+                    f"{entry.peak_bytes / 1e6:.1f}",
+                    f"{entry.missed:.0%}",
+                    f"{entry.steps.median / ours.median:.2f}",
                 )
             )
-    columns = ["case: contestant", "steps/s", "spread", "ms", "exposed ms", "held MB", "late", "HAP is x faster"]
-    report.table("Interleaved, slowest rank", columns, rows)
+    columns = ["case: contestant", "steps/s", "spread", "ms", "compute ms", "exposed ms", "held MB", "peak MB", "late"]
+    report.table("Interleaved, slowest rank", [*columns, "HAP is x faster"], rows)
     summary = [
         (
             c.name,
             c.best,
             f"{c.speedup(c.best):.2f}",
             f"{c.speedup('DDP'):.2f}",
-            f"{c.limit_s / c.steps(OURS).median:.0%}",
-            f"{c.plan.predicted.step_s / c.steps(OURS).median:.2f}",
+            f"{c.of_limit:.0%}",
+            f"{c.overlapped_s / c.entries[OURS].steps.median:.2f}",
+            c.shape,
+            c.commit,
         )
         for c in cases
     ]
-    columns = ["case", "best baseline", "HAP over it", "over DDP", "of the limit", "predicted / measured"]
-    report.table("Summary", columns, summary)
+    columns = ["case", "best baseline", "HAP over it", "over DDP", "of the limit", "predicted / measured", "HAP's plan"]
+    report.table("Summary", [*columns, "commit"], summary)
     report.text(
         "Emulated speeds, real bytes: compute is this machine's CPU, stretched to a device's speed by deadline; links "
-        "are shaped by the kernel. *Held*: parameters, gradients and optimizer state of the fullest rank. *Late*: "
-        "sections whose real work did not fit its deadline. *Limit*: the least compute seen, dealt perfectly, and "
-        "communication for free."
+        "are shaped by the kernel. All rows of a case were taken in one run, in turns. ZeRO-1 and FSDP2 have batches "
+        "in proportion to speed. *Held*: parameters, gradients and optimizer state of the fullest rank; *peak*: with "
+        "activations and copies, but without DDP's buckets. *Late*: sections whose real work did not fit its deadline. "
+        "*Limit*: the least compute seen, dealt perfectly, and communication for free."
     )
     for name, reason in {n: r for c in cases for n, r in c.absent.items()}.items():
         report.missing(name, reason)
-    with drawing(1, 1, width=max(6.0, 0.9 * len(cases))) as (figure, (axis,)):
+    with drawing(1, 1, width=max(6.0, 0.8 * len(cases))) as (figure, (axis,)):
         draw(axis, cases)
         report.write(figure)
 
@@ -254,7 +338,11 @@ def draw(axis: Any, cases: Sequence[Case]) -> None:
     """Steps per second over the best baseline's."""
     who = [OURS, *BASELINES]
     for i, name in enumerate(who):
-        heights = [c.steps(c.best).median / c.steps(name).median if name in c.results else 0.0 for c in cases]
+        times = [{"DDP, by speed": c.entries["DDP"], **c.entries} for c in cases]
+        heights = [
+            c.entries[c.best].steps.median / t[name].steps.median if name in t else 0.0
+            for c, t in zip(cases, times, strict=True)
+        ]
         x = [k + (i - len(who) / 2 + 0.5) * 0.16 for k in range(len(cases))]
         axis.bar(x, heights, 0.15, color=COLOURS[i], label=name)
     axis.axhline(1, color="#999999", linewidth=1)

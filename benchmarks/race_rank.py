@@ -20,6 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hap
+from benchmarks.allocations import Allocations
 from benchmarks.race_models import build
 from benchmarks.testbed.pace import Deadline, deadline
 from hap.build import BuiltModel
@@ -34,13 +35,14 @@ BLOCK = 2  # steps of one contestant in a round, after one that is not counted
 
 class Result(NamedTuple):
     """One contestant on one rank. ``compute_s``: what its compute takes on its device, a step. ``held_bytes``:
-    parameters, gradients and optimizer state. ``losses``: of the first steps, this rank's part of the global batch's.
-    """
+    parameters, gradients and optimizer state; ``peak_bytes`` with activations, of forward and backward. ``losses``: of
+    the first steps, this rank's part of the global batch's."""
 
     steps_s: tuple[float, ...]
     compute_s: float
     missed: float
     held_bytes: int
+    peak_bytes: int
     losses: tuple[float, ...]
 
 
@@ -152,7 +154,8 @@ class Zero(Ddp):
 
 
 class Fsdp:
-    """``fully_shard`` of every layer and of the whole, equal batches."""
+    """``fully_shard`` of every layer and of the whole; rank r has ``sizes[r]`` samples. FSDP2 averages gradients over
+    the ranks, so the loss has the weight of the samples times the number of ranks."""
 
     def __init__(self, built: BuiltModel, sizes: Sequence[int]) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -160,6 +163,7 @@ class Fsdp:
 
         rank, start = dist.get_rank(), sum(sizes[: dist.get_rank()])
         self.pace: Deadline | None = None
+        self.weight = sizes[rank] / sum(sizes) * dist.get_world_size()
         self.batch = built.example_inputs[start : start + sizes[rank]]
         self.targets = built.example_targets[start : start + sizes[rank]]
         assert built.loss_fn is not None
@@ -174,7 +178,7 @@ class Fsdp:
     def step(self) -> float:
         with _paced_calls(self.pace):
             self.optimizer.zero_grad(set_to_none=True)
-            loss = self.loss_fn(self.module(self.batch), self.targets)
+            loss = self.weight * self.loss_fn(self.module(self.batch), self.targets)
             loss.backward()
         self.optimizer.step()
         return float(loss.detach()) / dist.get_world_size()
@@ -254,9 +258,9 @@ def enter(name: str, model: str, sizes: Sequence[int], equal: Sequence[int], pla
         case "DDP, by speed":
             return Ddp(built, sizes)
         case "ZeRO-1":
-            return Zero(built, equal)
+            return Zero(built, sizes)
         case "FSDP2":
-            return Fsdp(built, equal)
+            return Fsdp(built, sizes)
     raise ValueError(name)
 
 
@@ -277,10 +281,12 @@ def race(
         found[name] = enter(name, model, sizes, equal, plan, cluster)
         losses[name] = tuple(found[name].step() for _ in range(WARM))
         paces[name] = _record(found[name])
+    peaks = {name: _peak_bytes(found[name]) for name in names}
     gc.disable()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
         for name in names:
+            found[name].pace = paces[name]
             dist.barrier()
             for counted in range(BLOCK + 1):
                 start = time.perf_counter()
@@ -295,10 +301,21 @@ def race(
             sum(paces[name].nominal_s or ()) * paces[name].slowdown,
             paces[name].missed / max(1, paces[name].sections),
             sum(t.numel() * t.itemsize for t in found[name].tensors()),
+            peaks[name],
             losses[name],
         )
         for name in names
     }
+
+
+def _peak_bytes(contestant: Contestant) -> int:
+    """Of one step: what is held and what is allocated beside it. DDP's buckets, made once in C++, are not seen."""
+    contestant.pace = None
+    seen = Allocations()
+    seen.keep(contestant.tensors())
+    with seen:
+        contestant.step()
+    return seen.peak
 
 
 def _record(contestant: Contestant) -> Deadline:

@@ -11,7 +11,7 @@ use (FX writes ``name = None``), so memory falls as the backward proceeds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,35 @@ def _backward_module(program: Program, rank: int, device: torch.device) -> fx.Gr
         emitter.values[program.tangent] = tangent
     emitter.run(program.backward)
     return emitter.finish({target: emitter.read(name) for target, name in program.gradients.items()}, "Backward")
+
+
+# The same operators through torch's own bindings, which reach the kernel in two thirds of an overload's time (1.4 us
+# for torch.add where torch.ops.aten.add.Tensor takes 2.2).
+_BOUND = {
+    "aten.add.Tensor": torch.add,
+    "aten.addmm.default": torch.addmm,
+    "aten.bmm.default": torch.bmm,
+    "aten.div.Tensor": torch.div,
+    "aten.gather.default": torch.gather,
+    "aten.mm.default": torch.mm,
+    "aten.mul.Tensor": torch.mul,
+    "aten.native_layer_norm.default": torch.native_layer_norm,
+    "aten.neg.default": torch.neg,
+    "aten.permute.default": torch.permute,
+    "aten.relu.default": torch.relu,
+    "aten.squeeze.dim": torch.squeeze,
+    "aten.sub.Tensor": torch.sub,
+    "aten.sum.dim_IntList": torch.sum,
+    "aten.t.default": torch.t,
+    "aten.transpose.int": torch.transpose,
+    "aten.unsqueeze.default": torch.unsqueeze,
+    "aten.view.default": torch.reshape,
+    "aten.where.self": torch.where,
+}
+
+
+def _bound(op: str) -> Callable[..., Any]:
+    return _BOUND.get(op) or resolve(op)
 
 
 class _Emitter:
@@ -111,9 +140,9 @@ class _Emitter:
         kwargs = {key: map_leaves(arg, self._leaf) for key, arg in call.kwargs}
         if not returns_many(call):
             name = call.outputs[0]
-            self.values[str(name)] = self.graph.create_node("call_function", resolve(call.op), args, kwargs, name)
+            self.values[str(name)] = self.graph.create_node("call_function", _bound(call.op), args, kwargs, name)
             return
-        self._results(self.graph.call_function(resolve(call.op), args, kwargs), call.outputs)
+        self._results(self.graph.call_function(_bound(call.op), args, kwargs), call.outputs)
 
     def finish(self, result: Any, class_name: str) -> fx.GraphModule:
         self.graph.output(result)

@@ -53,9 +53,9 @@ class Frozen(pydantic.BaseModel):
         """A copy that is as checked as one that was read, and remembers nothing of what was worked out from the old
         fields (devices, ports, fingerprint), which pydantic's own would take along. pydantic.ValidationError if
         ``update`` makes no sense."""
-        copied = super().model_copy(deep=deep)
-        given = {name: getattr(copied, name) for name in copied.model_fields_set}
-        return type(self).model_validate({**given, **(update or {})}, by_name=True)
+        copied = super().model_copy(update=update, deep=deep)
+        given = copied.model_dump(exclude_unset=True, by_alias=False, warnings=False)  # quantities as they are written
+        return type(self).model_validate({**(update or {}), **given}, by_name=True)
 
 
 class DeviceSpec(Frozen):

@@ -11,10 +11,12 @@ from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.dropout import dropout
 from hap.errors import ProgramError
+from hap.linear import addmm
 
 # A view runs as a reshape: a graph's values have shapes and no strides, and what resharding leaves is contiguous, so
 # strides at run time are not those of the capture.
 _OWN: dict[str, Callable[..., Any]] = {
+    "hap.addmm.default": addmm,
     "hap.attention.default": attention,
     "hap.attention_backward.default": attention_backward,
     "hap.batch_norm.default": batch_norm,

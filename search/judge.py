@@ -5,8 +5,10 @@ plan gains alike: an all-reduce per gradient, bundled and sent while the backwar
 fast link, while a parameter that the first layer needs is waited for. So the planner's candidates are compared again,
 each lowered, rewritten and played (``played``):
 
-    a call        its node's seconds on every rank; a call that a pass folded into another counts there
-    a conversion  packing and joining are compute, the wire is one stream for all, in the order of issue
+    a call        its node's seconds on every rank; a product that its bias was folded into is the product
+    a conversion  packing and joining are compute: the bytes copied, and the calls made (``_CALLS`` for each collective,
+                  one for each value, or one for each rank's piece of it, assumed); the wire is one stream for all, in
+                  the order of issue
     a bundle      one collective of all its bytes, by the way that is fastest for them
 
 The candidates are those the search has met, and the data-parallel family, which are points of the same space that a
@@ -44,6 +46,8 @@ from hap.search.strategies import Chooser
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
 FAR = 1.6  # times the shortest bulk-synchronous step: what bundling and overlap do not make up for
+_FOLDED = ("hap.addmm.default", "aten.addmm.default")
+_CALLS = 10
 COPY_EFFICIENCY = 0.8  # of memory bandwidth, as in ``hap.cost_models.collective``
 
 
@@ -169,7 +173,7 @@ class _Events:
     ) -> Iterator[Event]:
         match instruction:
             case Call():
-                name = self._node(instruction)
+                name = self._product(instruction) if instruction.op in _FOLDED else self._node(instruction)
                 if name in calls:
                     yield Local(name, phase, calls[name])
             case Convert(kind="slice"):
@@ -189,6 +193,13 @@ class _Events:
     def _node(self, call: Call) -> str:
         return next(self.program.held[name].value.node for name in call.outputs if name is not None)
 
+    def _product(self, call: Call) -> str:
+        """The node of the product that went into ``call``: the last one before its own."""
+        node = self.graph.by_name[self._node(call)]
+        while node.op != "aten.mm.default":
+            node = self.graph.by_name[node.inputs[0].node]
+        return node.name
+
     def _start(self, handle: str, work: Together) -> Iterator[Event]:
         found = self._wire(work)
         yield Local(f"pack {handle}", work.kind, found.packing / 2)
@@ -202,7 +213,7 @@ class _Events:
         nbytes = [self.program.held[m.input].meta.nbytes for m in work.members]
         largest = max(range(len(nbytes)), key=nbytes.__getitem__)
         source, target = work.members[largest].source, work.members[largest].target
-        key = (work.kind, work.decomposition, sum(nbytes), source, target)
+        key = (work.kind, work.decomposition, len(nbytes), sum(nbytes), source, target)
         if key not in self._known:
             sizes, n = self.program.sizes, self.cluster.world_size
             form = collective_coefficients(
@@ -218,6 +229,9 @@ class _Events:
             if work.kind == "all_reduce" and n > 1:
                 bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
                 packing = packing + 2 * sum(nbytes) / (COPY_EFFICIENCY * bandwidth)
+            if work.kind != "slice" and n > 1:
+                calls = _CALLS + len(nbytes) * (1 if work.kind == "all_reduce" else n)
+                packing = packing + calls * np.array([d.launch_s for d in self.cluster.devices])
             self._known[key] = _Wire(seconds, packing)
         return self._known[key]
 

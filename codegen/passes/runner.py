@@ -6,7 +6,7 @@
     outcome.seconds                   # what each took
 
 All of them preserve numerics: the same operators on the same numbers; only where and how values travel changes, and
-with it the order in which a bundle's sums are made.
+with it the order in which a bundle's sums are made, and a bias is added inside the product, as eager PyTorch adds it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hap.codegen.passes.bucket import LIMIT_BYTES, Choose, bucket_collectives
+from hap.codegen.passes.fuse import fuse_calls
 from hap.codegen.passes.overlap import AHEAD, overlap_collectives
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.sink import sink_results
@@ -59,6 +60,7 @@ def standard_passes(
     return (
         Pass("renames", remove_renames),
         Pass("dead_code", remove_dead_code),
+        Pass("fuse", fuse_calls),
         Pass("sink", sink_results),
         Pass("bucket", partial(bucket_collectives, limit_bytes=limit_bytes, choose=choose)),
         Pass("overlap", partial(overlap_collectives, ahead=ahead)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hap.capture import capture, interpret, source_values
 from hap.codegen.lowering import lower
 from hap.codegen.passes.bucket import bucket_collectives
+from hap.codegen.passes.fuse import fuse_calls
 from hap.codegen.passes.overlap import overlap_collectives
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
@@ -27,7 +29,7 @@ from tests._support import cases, gpt2
 from tests._support.plans import make_plan, random_sizes, random_strategies
 from tests.codegen.test_lockstep import Small
 
-NAMES = ("renames", "dead_code", "sink", "bucket", "overlap")
+NAMES = ("renames", "dead_code", "fuse", "sink", "bucket", "overlap")
 
 
 @cache
@@ -57,6 +59,30 @@ def works(program: Program) -> list[Together]:
             case Start():
                 found.append(instruction.work)
     return found
+
+
+def ops(program: Program) -> Counter[str]:
+    return Counter(i.op for i in (*program.forward, *program.backward) if isinstance(i, Call))
+
+
+# ------------------------------------------------------------------------------------------------ fusing
+
+
+def test_a_product_and_its_bias_are_one_call() -> None:
+    """Two layers of GPT-2 with four biased products each; the head has none. Nothing else is gone."""
+    before = data_parallel()
+    gone, come = ops(before) - ops(fuse_calls(before)), ops(fuse_calls(before)) - ops(before)
+    assert come == {"aten.addmm.default": 8}
+    assert gone == {"aten.mm.default": 8, "aten.add.Tensor": 8}
+
+
+def test_a_product_that_something_else_reads_stays() -> None:
+    """As if the backward part read every product: none may go."""
+    program = data_parallel()
+    calls = [i for i in program.forward if isinstance(i, Call)]
+    products = [name for call in calls if call.op == "aten.mm.default" for name in call.outputs]
+    kept = replace(program, saved=(*program.saved, *(str(name) for name in products)))
+    assert fuse_calls(kept) == kept
 
 
 # ------------------------------------------------------------------------------------------------ meaning
@@ -236,9 +262,9 @@ def test_passes_are_timed_and_show_what_they_change() -> None:
 
 def test_a_pass_is_switched_off_by_its_name() -> None:
     outcome = run_passes(data_parallel(), standard_passes(), off=("bucket", "overlap"))
-    assert outcome.names == ("renames", "dead_code", "sink")
-    with pytest.raises(PlanError, match=r"no pass 'fuse'.*renames, dead_code, sink, bucket, overlap"):
-        run_passes(data_parallel(), standard_passes(), off=("fuse",))
+    assert outcome.names == ("renames", "dead_code", "fuse", "sink")
+    with pytest.raises(PlanError, match=r"no pass 'melt'.*renames, dead_code, fuse, sink, bucket, overlap"):
+        run_passes(data_parallel(), standard_passes(), off=("melt",))
 
 
 def test_the_emitted_file_says_what_is_under_way() -> None:

@@ -1,0 +1,64 @@
+"""Calls that one kernel does at once become one call: a product, its view and its bias.
+
+Capture takes ``addmm`` apart, so that a partial product can be summed before the bias is added. Where nothing came in
+between, they are put together again: ``view(mm(a, b), size) + bias`` is ``hap.addmm(bias, a, b, size)``. One result is
+made where there were two. All of it is local, so shares do not matter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hap.codegen.program import Call, Instruction, Program
+from hap.graph import Value
+
+
+def fuse_calls(program: Program) -> Program:
+    """The pass."""
+    reads = Counter(name for i in (*program.forward, *program.backward) for name in i.inputs)
+    kept = (program.loss, *program.updates.values(), *program.gradients.values(), *program.saved)
+    reads.update(kept)
+    return replace(
+        program, forward=_fused(program, program.forward, reads), backward=_fused(program, program.backward, reads)
+    )
+
+
+def _fused(program: Program, part: Sequence[Instruction], reads: Counter[str]) -> tuple[Instruction, ...]:
+    made = {name: i for i in part if isinstance(i, Call) for name in i.outputs if name is not None}
+    gone: set[int] = set()  # ids of calls that went into another
+    instead: dict[int, Call] = {}
+    for instruction in part:
+        if isinstance(instruction, Call) and (found := _product_with_bias(program, instruction, made, reads)):
+            whole, *folded = found
+            instead[id(instruction)] = whole
+            gone.update(map(id, folded))
+    return tuple(instead.get(id(i), i) for i in part if id(i) not in gone)
+
+
+def _product_with_bias(
+    program: Program, add: Call, made: dict[str, Call], reads: Counter[str]
+) -> tuple[Call, ...] | None:
+    """(the call instead, the calls that go), if ``add`` adds a bias to a product that nothing else reads."""
+    if add.op != "aten.add.Tensor" or add.kwargs or len(add.inputs) != 2:
+        return None
+    product, bias = add.inputs
+    folded: list[Call] = []
+    call = made.get(product)
+    if call is not None and call.op == "aten.view.default" and reads[product] == 1:
+        folded.append(call)
+        call = made.get(call.inputs[0])
+    if call is None or call.op != "aten.mm.default" or reads[str(call.outputs[0])] != 1:
+        return None
+    result, summed = program.held[str(call.outputs[0])].meta, program.held[str(add.outputs[0])].meta
+    if program.held[bias].meta.shape != result.shape[1:] or summed.shape[-1:] != result.shape[1:]:
+        return None
+    if not (program.held[bias].meta.dtype == result.dtype == summed.dtype):
+        return None
+    folded.append(call)
+    if len(folded) == 1:
+        args = (Value(bias), *call.args)
+        return replace(add, op="aten.addmm.default", args=args), *folded
+    _, size = folded[0].args
+    return replace(add, op="hap.addmm.default", args=(Value(bias), *call.args, size)), *folded

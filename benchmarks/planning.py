@@ -1,17 +1,19 @@
 """How long planning takes, and how far a plan is from the best: seconds, variables, predicted step, bound, gap.
 
-Models at their published size, with a batch that grows with the cluster, on HAP's testbed and on mixes of three
-generations of GPUs. Seconds are those of the whole ``plan_graph`` with its choices, in one process on one core; capture
-is apart. The ablations fix what the search decides: shares by FLOP/s, even shares.
+The cases are those of ``planning_cases``. Seconds are CPU seconds of ``plan_graph`` with its choices, in one process
+on one core; capture is apart. With ``--only`` the other rows stay as they were in the last result, so that a long list
+can be run in pieces. What ``planning_ablations.py``, ``planning_sailor.py``, ``planning_hap.py`` and
+``planning_astar.py`` found is read from their results, if they are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +21,40 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks.common import COLOURS, ROOT, Report, drawing, parse
-from benchmarks.zoo_models import find
-from hap.capture import capture
-from hap.cluster import ClusterSpec
+from benchmarks.common import COLOURS, Report, drawing, markdown_table, parse
+from benchmarks.planning_cases import LARGE, PER_DEVICE, SMALL, captured, cluster, titled
 from hap.errors import HapError
-from hap.graph import Graph
 from hap.plan import Plan
 from hap.rules.choices import choices
-from hap.search import Pins, plan_graph
+from hap.search import plan_graph
+from hap.search.pins import Pins
+from hap.search.problem import Problem
+from hap.search.relaxation import lower_bound
 
 NAME = "planning"
-PER_DEVICE = {"gpt2": 4, "bert": 8, "vit": 32, "vgg19": 32, "hap_bert_moe": 32}  # samples
+PARTS = ("ablations", "sailor", "hap", "astar")
 QUICK = ("gpt2@mix-4", "vgg19@mix-16")
-ABLATED = ("gpt2@mix-16", "vgg19@mix-16")
-COLUMNS = ("model", "cluster", "devices", "CPU s", "wall s", "variables", "step ms", "bound ms", "gap", "tight")
-HOST = "  - {{name: h{i}, devices: [{{gpu: {gpu}, count: {count}}}], link: {link}, network: {network}}}\n"
-FABRIC = {
-    "A100-40GB": ("nvlink", "{bandwidth: 100Gbit/s, latency: 20us}"),
-    "V100-16GB": ("nvlink", "{bandwidth: 25Gbit/s, latency: 30us}"),
-    "T4": ("pcie3", "{bandwidth: 10Gbit/s, latency: 50us}"),
-}
-MIXES = {
-    "mix-4": (("A100-40GB", 2), ("V100-16GB", 2)),
-    "mix-16": (("A100-40GB", 4), ("V100-16GB", 4), ("V100-16GB", 4), ("T4", 4)),
-    "mix-128": (("A100-40GB", 8),) * 4 + (("V100-16GB", 8),) * 8 + (("T4", 8),) * 4,
-}
+MANY = 1024  # devices of the largest case
+COLUMNS = ("model", "cluster", "devices", "CPU s", "variables", "step ms", "bound ms", "gap", "as run ms", "tight")
+TERMS = ("case", "busiest rank", "waiting", "collectives", "bound: compute", "bound: collectives")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One planned case; ``plan`` is None where it failed, and ``failure`` says why."""
+    """One planned case. Where no plan was found, ``failure`` says why and the rest is zero. ``terms_ms``: what the
+    step, and the bound, consist of."""
 
     model: str
     cluster: str
     devices: int
     cpu_s: float
     wall_s: float
-    plan: Plan | None
+    variables: int = 0
+    step_s: float = 0.0
+    bound_s: float = 0.0
+    overlapped_s: float | None = None
+    tight: str = ""
+    terms_ms: tuple[float, ...] = ()
     failure: str = ""
 
     @property
@@ -65,7 +63,7 @@ class Row:
 
     @property
     def gap(self) -> float:
-        return 1.0 if self.plan is None or self.plan.predicted.gap is None else self.plan.predicted.gap
+        return 1.0 - self.bound_s / self.step_s if self.step_s else 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,138 +71,120 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="CASES", help="such as gpt2@mix-4, separated by commas")
     options = parse(NAME, "How long planning takes, and how far a plan is from the best.", argv, parser)
     torch.set_num_threads(1)
-    clusters = {"hap": ClusterSpec.load(ROOT / "examples" / "hap-paper.yaml")} | {m: mix(m) for m in MIXES}
-    every = [f"{model}@{cluster}" for model in PER_DEVICE for cluster in clusters]
+    every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE] + list(LARGE)
     wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
+    known = _known(options.out) if options.extra.only else {}
     report = Report(NAME, "Planning: seconds, and the gap to a proved bound", options)
-    rows, ablations = [], []
     for case in wanted:
-        model, _, name = case.partition("@")
-        graph = captured(model, clusters[name].world_size)
-        rows.append(planned(model, name, graph, clusters[name]))
-        print(_line(rows[-1]), file=sys.stderr, flush=True)
-        if case in ABLATED:
-            ablations.append((rows[-1], ablated(graph, clusters[name])))
-    _figures(report, rows, ablations)
+        known[case] = planned(*case.split("@"))
+        print(_line(known[case]), file=sys.stderr, flush=True)
+    rows = [known[case] for case in dict.fromkeys([*every, *wanted]) if case in known]
+    parts = {part: json.loads(p.read_text()) for part in PARTS if (p := options.out / f"{NAME}_{part}.json").is_file()}
+    _figures(report, rows, parts)
     report.table("Cases", COLUMNS, [_cells(row) for row in rows])
-    if ablations:
-        table = [_ablation(*a) for a in ablations]
-        report.table("Steps in ms, with a decision fixed", ["case", "free", *_FIXED], table)
+    report.text(
+        "Where the time goes, in ms: of the plan's step what the busiest rank computes, what ranks wait for each other "
+        "between collectives, and the collectives; of the bound its compute and its collectives.\n\n"
+        + markdown_table(TERMS, [[r.name, *(f"{t:.1f}" for t in r.terms_ms)] for r in rows if r.terms_ms])
+    )
     with drawing(1, 2, width=6.0, height=1.0 + 0.25 * len(rows)) as (figure, axes):
         _draw(axes, rows)
-        report.write(figure)
+        path = report.write(figure)
+    body = json.loads(path.read_text()) | {"cases": {r.name: asdict(r) | {"gap": r.gap} for r in rows}}
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def mix(name: str) -> ClusterSpec:
-    """Hosts of one kind of GPU each."""
-    hosts = ""
-    for i, (gpu, count) in enumerate(MIXES[name]):
-        link, network = FABRIC[gpu]
-        hosts += HOST.format(i=i, gpu=gpu, count=count, link=link, network=network)
-    return ClusterSpec.from_yaml(f"name: {name}\nbackend: nccl\nhosts:\n{hosts}")
+def _known(out: Path) -> dict[str, Row]:
+    """The rows of the last result."""
+    path = out / f"{NAME}.json"
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text()).get("cases", {})
+    return {case: Row(**{k: v for k, v in row.items() if k != "gap"}) for case, row in found.items()}
 
 
-def captured(model: str, devices: int) -> Graph:
-    """The model's step with ``PER_DEVICE`` samples for each device."""
-    case = find(model).build("real")
-    batch = PER_DEVICE[model] * devices
-    first = next(t for t in _tensors(case.inputs))
-    inputs, targets = (_resized(tree, first.shape[0], batch) for tree in (case.inputs, case.targets))
-    return capture(case.model, inputs, loss_fn=case.loss_fn, example_targets=targets, name=model)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    values = tree.values() if isinstance(tree, Mapping) else tree
-    return [t for value in values for t in _tensors(value)]
-
-
-def _resized(tree: Any, old: int, new: int) -> Any:
-    """The same tree with tensors of ``old`` samples replaced by empty ones of ``new``."""
-    if isinstance(tree, Mapping):
-        return {k: _resized(v, old, new) for k, v in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(_resized(v, old, new) for v in tree)
-    assert isinstance(tree, torch.Tensor)
-    return tree.new_empty((new, *tree.shape[1:])) if tree.shape[:1] == (old,) else tree
-
-
-def planned(model: str, name: str, graph: Graph, cluster: ClusterSpec, pins: Pins | None = None) -> Row:
+def planned(model: str, name: str) -> Row:
+    """Capture, then plan by the clock, then ask what the bound consists of."""
+    spec = cluster(name)
+    graph = captured(model, spec.world_size)
     began, wall = time.process_time(), time.perf_counter()
-    plan, failure = None, ""
     try:
-        plan = plan_graph(choices(graph), cluster, pins=pins)
+        found = choices(graph)
+        plan = plan_graph(found, spec)
     except HapError as e:
-        failure = str(e)
-    return Row(model, name, cluster.world_size, time.process_time() - began, time.perf_counter() - wall, plan, failure)
+        cpu_s, wall_s = time.process_time() - began, time.perf_counter() - wall
+        return Row(model, name, spec.world_size, cpu_s, wall_s, failure=str(e))
+    cpu_s, wall_s = time.process_time() - began, time.perf_counter() - wall
+    p = plan.predicted
+    lower = lower_bound(Problem.state(found, spec, plan.provenance.optimizer, Pins()).facts)
+    return Row(
+        model,
+        name,
+        spec.world_size,
+        cpu_s,
+        wall_s,
+        variables=plan.provenance.solver["variables"],
+        step_s=p.step_s,
+        bound_s=p.lower_bound_s or 0.0,
+        overlapped_s=p.overlapped_s,
+        tight=p.tight,
+        terms_ms=_terms(plan, 0.0 if lower is None else lower.compute_s),
+    )
 
 
-def by_flops(cluster: ClusterSpec) -> Pins:
-    return Pins(ratios=tuple(d.tflops["float32"] for d in cluster.devices))
-
-
-def even(cluster: ClusterSpec) -> Pins:
-    return Pins(ratios=(1.0,) * cluster.world_size)
-
-
-_FIXED = {"shares by FLOP/s": by_flops, "even shares": even}
-
-
-def ablated(graph: Graph, cluster: ClusterSpec) -> list[Row]:
-    return [planned(graph.name, what, graph, cluster, fix(cluster)) for what, fix in _FIXED.items()]
+def _terms(plan: Plan, compute_bound_s: float) -> tuple[float, ...]:
+    p = plan.predicted
+    busiest, bound = max(p.compute_s), p.lower_bound_s or 0.0
+    waiting = p.step_s - p.communication_s - busiest
+    terms = (busiest, waiting, p.communication_s, compute_bound_s, bound - compute_bound_s)
+    return tuple(1e3 * t for t in terms)
 
 
 # ---- what is said ----
 
 
-def _figures(report: Report, rows: Sequence[Row], ablations: Sequence[tuple[Row, list[Row]]]) -> None:
-    known = [r for r in rows if r.plan is not None]
-    report.figure("cases_planned", len(known))
+def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> None:
+    known = [r for r in rows if not r.failure]
+    small, large = [r for r in known if r.devices <= 128], [r for r in known if r.devices == MANY]
     report.figure("cases", len(rows))
-    if known:
-        report.figure("worst_gap_to_128", max(r.gap for r in known))
-        report.figure("worst_seconds_to_128", max(r.wall_s for r in known))
-        report.figure("worst_cpu_seconds_to_128", max(r.cpu_s for r in known))
-    for r in known:
-        report.figure(f"cpu_seconds {r.name}", r.cpu_s)
-        report.figure(f"gap {r.name}", r.gap)
-    for free, fixed in ablations:
-        for row in fixed:
-            if free.plan is not None and row.plan is not None:
-                slower = row.plan.predicted.step_s / free.plan.predicted.step_s - 1
-                report.figure(f"slower with {row.cluster}, {free.name}", slower)
-    for name in ("seconds_1024", "gap_1024"):
-        report.missing(name, "1,024 devices are not planned yet: classes of ranks end at the judge and the collectives")
-    report.missing("share_of_bound", "the published profiles are not read yet")
-    report.missing("a_star_against_milp", "there is no A* search yet")
+    report.figure("cases_planned", len(known))
+    if small:
+        report.figure("worst_gap_to_128", max(r.gap for r in small))
+        report.figure("worst_seconds_to_128", max(r.cpu_s for r in small))
+        report.figure("worst_seconds_to_16", max((r.cpu_s for r in small if r.devices <= 16), default=0.0))
+    if large:
+        report.figure("seconds_1024", max(r.cpu_s for r in large))
+        report.figure("gap_1024", max(r.gap for r in large))
+    else:
+        for name in ("seconds_1024", "gap_1024"):
+            report.missing(name, "no case of 1,024 devices has been planned")
+    for part in PARTS:
+        for name, value in parts.get(part, {}).get("figures", {}).items():
+            report.figure(name, value)
+        if part not in parts:
+            report.missing(part, f"planning_{part}.py has not been run")
     report.text(
-        "Seconds of the whole search, capture apart, one core; wall seconds grow with what else the machine does. The "
-        "step and the bound are the cost model's. The bound holds for all strategies and all shares on all devices of "
-        "the cluster; `tight` says what limits the step, and where a job on fewer devices would be faster."
+        "Seconds are CPU seconds of the whole search on one core, capture apart. Step and bound are the cost model's, "
+        "without overlap; `as run` is the step of the program after its passes. The bound holds for all strategies and "
+        "all shares on all devices of the cluster; `tight` says what limits the step, and where a job on fewer devices "
+        "would be faster."
     )
 
 
 def _line(row: Row) -> str:
-    if row.plan is None:
+    if row.failure:
         return f"{row.name}: {row.failure}"
-    p = row.plan.predicted
-    return f"{row.name}: {row.cpu_s:.1f} s, step {p.step_s * 1e3:.1f} ms, gap {row.gap:.1%}"
+    return f"{row.name}: {row.cpu_s:.1f} s, step {row.step_s * 1e3:.1f} ms, gap {row.gap:.1%}"
 
 
 def _cells(row: Row) -> list[str]:
-    first = [find(row.model).title, row.cluster, str(row.devices), f"{row.cpu_s:.1f}", f"{row.wall_s:.1f}"]
-    if row.plan is None:
-        return [*first, "", "", "", "", row.failure]
-    p, solver = row.plan.predicted, row.plan.provenance.solver
-    bound = "" if p.lower_bound_s is None else f"{p.lower_bound_s * 1e3:.1f}"
-    return [*first, str(solver["variables"]), f"{p.step_s * 1e3:.1f}", bound, f"{row.gap:.1%}", p.tight]
-
-
-def _ablation(free: Row, fixed: Sequence[Row]) -> list[str]:
-    steps = ["no plan" if r.plan is None else f"{r.plan.predicted.step_s * 1e3:.1f}" for r in (free, *fixed)]
-    return [free.name, *steps]
+    first = [titled(row.model), row.cluster, str(row.devices), f"{row.cpu_s:.1f}"]
+    if row.failure:
+        return [*first, "", "", "", "", "", row.failure]
+    run = "" if row.overlapped_s is None else f"{row.overlapped_s * 1e3:.1f}"
+    numbers = [str(row.variables), f"{row.step_s * 1e3:.1f}", f"{row.bound_s * 1e3:.1f}", f"{row.gap:.1%}", run]
+    return [*first, *numbers, row.tight]
 
 
 def _draw(axes: Sequence[Any], rows: Sequence[Row]) -> None:

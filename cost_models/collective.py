@@ -32,12 +32,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hap.cluster import ClusterSpec
 from hap.cost_models.collective_routes import route_loads, routings
+from hap.cost_models.fold import MOST_WHOLE, Cluster, FoldedCluster, FoldedFabric
 from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array, Fabric
 from hap.placement import GroupSizes, Placement, Shard
@@ -51,7 +52,9 @@ GLOO_ALL_TO_ALL_EFFICIENCY = 1 / 1.2
 GLOO_BROADCAST_EFFICIENCY = 0.5  # same table: trees are not pipelined, 567 ms where the busiest link needs 262
 COPY_EFFICIENCY = 0.8  # of memory bandwidth, assumed
 
-MOST_ROUTED = 64  # ranks: trees of every owner grow with the square of the ranks; beyond, only the backends' own ways
+MOST_ROUTED = (
+    MOST_WHOLE  # ranks: trees of every owner grow with the square of the ranks; beyond, only the backends' own ways
+)
 
 _DECOMPOSITIONS: Mapping[tuple[Collective, str], tuple[str, ...]] = {
     ("all_gather", "nccl"): ("all_to_all", "padded", "broadcast", "ring", "relay", "two_level"),
@@ -112,27 +115,59 @@ def decompositions(kind: Collective, backend: str) -> tuple[str, ...]:
     return _DECOMPOSITIONS[kind, backend]
 
 
-def candidates(kind: Collective, cluster: ClusterSpec) -> tuple[str, ...]:
+def candidates(kind: Collective, cluster: Cluster) -> tuple[str, ...]:
     """The same for a cluster: orders of ranks, relays and owners as its links suggest them."""
     found: list[str] = []
     for name in decompositions(kind, cluster.backend):
         routed = name in ROUTED and (kind, name) not in (("all_reduce", "ring"), ("all_to_all", "pairs"))
         if not routed:
             found.append(name)
-        elif cluster.world_size <= MOST_ROUTED:
+        elif isinstance(cluster.fabric, Fabric) and cluster.fabric.world_size <= MOST_ROUTED:
             found += routings(name, cluster.fabric, tuple(d.host for d in cluster.devices))
     return tuple(found)
 
 
 def best_decomposition(
-    kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes, cluster: ClusterSpec
+    kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes, cluster: Cluster
 ) -> tuple[str, float]:
     """``(decomposition, seconds)`` of the fastest; the first of equals."""
-    timed = [
-        (name, collective_seconds(kind, name, nbytes, source, target, sizes, cluster))
-        for name in candidates(kind, cluster)
-    ]
-    return min(timed, key=lambda t: t[1])
+    return Forms(cluster).best(kind, nbytes, source, target, sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Forms:
+    """The forms of one cluster's collectives, made once: but for an all-to-all, whose traffic depends on which ranges
+    overlap, a form depends on sizes in bytes and not on shares."""
+
+    cluster: Cluster
+    _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _known: dict[tuple[Collective, str, int], CollectiveForm] = field(default_factory=dict, repr=False)
+
+    def names(self, kind: Collective) -> tuple[str, ...]:
+        if kind not in self._names:
+            self._names[kind] = candidates(kind, self.cluster)
+        return self._names[kind]
+
+    def best(
+        self, kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes
+    ) -> tuple[str, float]:
+        """See ``best_decomposition``."""
+        rho, sigma = (shares(p, sizes, len(self.cluster.devices)) for p in (source, target))
+        timed = [
+            (name, self._form(kind, name, nbytes, source, target, sizes).seconds(rho, sigma))
+            for name in self.names(kind)
+        ]
+        return min(timed, key=lambda t: t[1])
+
+    def _form(
+        self, kind: Collective, name: str, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes
+    ) -> CollectiveForm:
+        if kind == "all_to_all":
+            return collective_coefficients(kind, name, nbytes, source, target, self.cluster, sizes=sizes)
+        key = (kind, name, nbytes)
+        if key not in self._known:
+            self._known[key] = collective_coefficients(kind, name, nbytes, source, target, self.cluster)
+        return self._known[key]
 
 
 def collective_seconds(
@@ -142,11 +177,12 @@ def collective_seconds(
     source: Placement,
     target: Placement,
     sizes: GroupSizes,
-    cluster: ClusterSpec,
+    cluster: Cluster,
 ) -> float:
     """Seconds to turn a value of ``nbytes`` (whole) from ``source`` into ``target``."""
     form = collective_coefficients(kind, decomposition, nbytes, source, target, cluster, sizes=sizes)
-    return form.seconds(shares(source, sizes, cluster.world_size), shares(target, sizes, cluster.world_size))
+    width = len(cluster.devices)
+    return form.seconds(shares(source, sizes, width), shares(target, sizes, width))
 
 
 def collective_coefficients(
@@ -155,7 +191,7 @@ def collective_coefficients(
     nbytes: int,
     source: Placement,
     target: Placement,
-    cluster: ClusterSpec,
+    cluster: Cluster,
     *,
     sizes: GroupSizes | None = None,
 ) -> CollectiveForm:
@@ -165,7 +201,7 @@ def collective_coefficients(
     its rows are an upper bound (as if no rank kept anything), with ``sizes`` they are scaled to be exact there.
     """
     form = formula_coefficients(kind, decomposition, nbytes, source, target, cluster, sizes=sizes)
-    if not isinstance(cluster, CalibratedCluster) or (cluster.world_size == 1 and kind != "slice"):
+    if not isinstance(cluster, CalibratedCluster) or (cluster.fabric.world_size == 1 and kind != "slice"):
         return form
     problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
     return _as_measured(form, kind, decomposition, problem, cluster)
@@ -177,13 +213,13 @@ def formula_coefficients(
     nbytes: int,
     source: Placement,
     target: Placement,
-    cluster: ClusterSpec,
+    cluster: Cluster,
     *,
     sizes: GroupSizes | None = None,
 ) -> CollectiveForm:
     """The same before anything that was measured of the collective itself; of the links it may have been."""
     problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
-    if cluster.world_size == 1 and kind != "slice":
+    if cluster.fabric.world_size == 1 and kind != "slice":
         return CollectiveForm(0.0, ())
     return _form(problem, kind, decomposition)
 
@@ -222,8 +258,8 @@ def shares(placement: Placement, sizes: GroupSizes, world_size: int) -> Array:
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    cluster: ClusterSpec
-    fabric: Fabric
+    cluster: Cluster
+    fabric: Fabric | FoldedFabric
     nbytes: float
     source: Placement
     target: Placement
@@ -232,6 +268,11 @@ class _Problem:
     @property
     def n(self) -> int:
         return self.fabric.world_size
+
+    @property
+    def width(self) -> int:
+        """The length of vectors: ranks, or classes of them."""
+        return len(self.cluster.devices)
 
     @property
     def is_gloo(self) -> bool:
@@ -246,12 +287,13 @@ class _Problem:
         efficiency: float = 1.0,
     ) -> Stage:
         """A stage with one row per port from the *bytes* it carries."""
-        k, per_byte = len(self.fabric.ports), 1.0 / (self.fabric.rates * efficiency)
+        k, per_byte = len(self.fabric.rates), 1.0 / (self.fabric.rates * efficiency)
+        nothing = np.zeros((k, self.width))
         return Stage(
-            tuple(p.name for p in self.fabric.ports),
+            self.fabric.names,
             (np.zeros(k) if constant is None else constant) * per_byte,
-            (np.zeros((k, self.n)) if by_source is None else by_source) * per_byte[:, None],
-            (np.zeros((k, self.n)) if by_target is None else by_target) * per_byte[:, None],
+            nothing if by_source is None else by_source * per_byte[:, None],
+            nothing if by_target is None else by_target * per_byte[:, None],
         )
 
     def by_rank(
@@ -263,7 +305,7 @@ class _Problem:
         in_memory: bool = False,
     ) -> Stage:
         """A stage with one row per rank, each depending on its own shares only: seconds and seconds per share."""
-        zeros = np.zeros(self.n)
+        zeros = np.zeros(self.width)
         names = tuple(d.name for d in self.cluster.devices)
         return Stage(names, zeros + constant, np.diag(zeros + source), np.diag(zeros + target), in_memory)
 
@@ -282,26 +324,19 @@ class _Problem:
     @property
     def exchange_latency_s(self) -> float:
         """Every rank sends to every other, one message after another."""
-        return self.call_s + float(self.fabric.latency_s.sum(axis=1).max())
+        return self.call_s + self.fabric.exchange_latency_s
 
     @property
     def all_to_all_efficiency(self) -> float:
         return GLOO_ALL_TO_ALL_EFFICIENCY if self.is_gloo and not isinstance(self.cluster, CalibratedCluster) else 1.0
 
-    @property
-    def edges(self) -> Array:
-        """(K, N): port k is crossed by the ring's edge from rank i to its successor."""
-        edges: Array = self.fabric.senders * np.roll(self.fabric.receivers, -1, axis=1)
-        return edges
-
     def ring_latency_s(self, steps: int) -> float:
-        after = np.roll(np.arange(self.n), -1)
-        return self.call_s + steps * float(self.fabric.latency_s[np.arange(self.n), after].max())
+        return self.call_s + steps * self.fabric.ring_latency_s
 
     @property
     def ring_s_per_byte(self) -> float:
         """Seconds of one step in which every rank sends one byte to its successor."""
-        return float((self.edges.sum(axis=1) / self.fabric.rates).max())
+        return float((self.fabric.edges.sum(axis=1) / self.fabric.rates).max())
 
 
 def _slice(p: _Problem) -> CollectiveForm:
@@ -325,10 +360,9 @@ def _gather_broadcast(p: _Problem) -> CollectiveForm:
     if p.is_gloo:
         depth = math.ceil(math.log2(p.n))
         stage = p.network(by_source=p.nbytes * _trees(p), efficiency=GLOO_BROADCAST_EFFICIENCY)
-        latency = p.n * p.call_s + depth * float(p.fabric.latency_s.max())
+        latency = p.n * p.call_s + depth * p.fabric.largest_latency_s
         return CollectiveForm(latency, (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
-    edges = p.nbytes * p.edges
-    stage = p.network(constant=edges.sum(axis=1), by_source=-np.roll(edges, 1, axis=1))
+    stage = p.network(constant=p.nbytes * p.fabric.edges.sum(axis=1), by_source=-p.nbytes * p.fabric.arriving)
     return CollectiveForm(p.ring_latency_s(p.n - 1), (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
 
 
@@ -350,7 +384,7 @@ def _reduce_ring(p: _Problem) -> CollectiveForm:
     latency = p.ring_latency_s(steps)
     if not p.is_gloo:
         depth = 2 * math.ceil(math.log2(p.n))
-        latency = min(latency, p.call_s + depth * float(p.fabric.latency_s.max()))
+        latency = min(latency, p.call_s + depth * p.fabric.largest_latency_s)
     seconds = steps * (p.nbytes / p.n) * p.ring_s_per_byte
     return CollectiveForm(latency + seconds, ())
 
@@ -369,7 +403,7 @@ def _scatter_padded(p: _Problem) -> CollectiveForm:
 
 
 def _routed(p: _Problem, kind: Collective, way: Way) -> CollectiveForm:
-    loads = route_loads(way, p.fabric)
+    loads = route_loads(way, _whole(p))
     latency = p.call_s + loads.latency_s
     again = min(p.nbytes, SEGMENT_BYTES) * loads.pass_on_s_per_byte
     if kind == "all_gather":
@@ -387,6 +421,11 @@ def _routed(p: _Problem, kind: Collective, way: Way) -> CollectiveForm:
     return CollectiveForm(p.call_s + 2 * loads.latency_s + 2 * again + first + busiest, ())
 
 
+def _whole(p: _Problem) -> Fabric:
+    assert isinstance(p.fabric, Fabric), "routes are of ranks, not of classes"
+    return p.fabric
+
+
 def _direct(p: _Problem) -> CollectiveForm:
     return _exchange(p, p.all_to_all_efficiency)
 
@@ -401,14 +440,41 @@ def _exchange(p: _Problem, efficiency: float) -> CollectiveForm:
     by_source = p.nbytes * p.fabric.senders * sends_less[:, None]
     by_target = p.nbytes * p.fabric.receivers * ~sends_less[:, None]
     if p.sizes is not None:
-        source, target = (shares(placement, p.sizes, p.n) for placement in (p.source, p.target))
+        source, target = (shares(placement, p.sizes, p.width) for placement in (p.source, p.target))
         bound = by_source @ source + by_target @ target
-        pieces = p.nbytes * overlaps(p.source, p.target, source, target)
-        carried = ((p.fabric.senders @ pieces) * p.fabric.receivers).sum(axis=1)
+        carried = p.nbytes * _carried(p, source, target)
         exact = np.divide(carried, bound, out=np.ones_like(bound), where=bound > 0)
         by_source, by_target = by_source * exact[:, None], by_target * exact[:, None]
     stage = p.network(by_source=by_source, by_target=by_target, efficiency=efficiency)
     return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(source=p.copy_s, target=p.copy_s, in_memory=True)))
+
+
+def _carried(p: _Problem, rho: Array, sigma: Array) -> Array:
+    """(K,): the fraction of the value that crosses every port."""
+    if not _same_ranges(p.source, p.target):
+        independent: Array = (p.fabric.senders @ rho) * (p.fabric.receivers @ sigma)
+        return independent
+    if isinstance(p.cluster, FoldedCluster):
+        assert isinstance(p.fabric, FoldedFabric)
+        whole = replace(p, cluster=p.cluster.whole, fabric=p.cluster.whole.fabric)
+        of = list(p.cluster.of)
+        return p.fabric.busiest(_carried(whole, rho[of], sigma[of]))
+    return _whole(p).crossing(*_common(rho, sigma))
+
+
+def _common(rho: Array, sigma: Array) -> tuple[NDArray[np.intp], NDArray[np.intp], Array]:
+    """Ranges of lengths rho and of lengths sigma over the same index: which two overlap, and by how much."""
+    have, want = np.cumsum(rho), np.cumsum(sigma)
+    ends = np.unique(np.concatenate([have, want]))
+    begins = np.concatenate([[0.0], ends[:-1]])
+    middle, last = (begins + ends) / 2, len(rho) - 1
+    i, j = (np.minimum(np.searchsorted(edge, middle, side="right"), last) for edge in (have, want))
+    return i, j, ends - begins
+
+
+def _same_ranges(source: Placement, target: Placement) -> bool:
+    assert isinstance(source, Shard) and isinstance(target, Shard)
+    return source.dim == target.dim and source.outer == target.outer
 
 
 def overlaps(source: Placement, target: Placement, rho: Array, sigma: Array) -> Array:
@@ -417,8 +483,7 @@ def overlaps(source: Placement, target: Placement, rho: Array, sigma: Array) -> 
     Two shards of one dim with the same outer factor are ranges of the same index, and overlap as ranges do. Any other
     two are taken as independent, which is exact for two different dims.
     """
-    assert isinstance(source, Shard) and isinstance(target, Shard)
-    if source.dim != target.dim or source.outer != target.outer:
+    if not _same_ranges(source, target):
         return np.outer(rho, sigma)
     have, want = np.cumsum(rho), np.cumsum(sigma)
     low = np.maximum.outer(have - rho, want - sigma)

@@ -210,6 +210,24 @@ def _share(parts: Parts, sizes: GroupSizes, rank: int) -> float:
     return 1.0 if parts.group is None else sizes[parts.group][rank] / parts.n
 
 
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """The work of a graph's nodes, found once for every strategy that anybody asks about."""
+
+    graph: Graph
+    _work: dict[str, Work] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[str, Strategy], Parts] = field(default_factory=dict, repr=False)
+
+    def parts(self, name: str, strategy: Strategy) -> Parts:
+        """The work of a node as the strategy divides it."""
+        key = (name, strategy)
+        if key not in self._parts:
+            if name not in self._work:
+                self._work[name] = node_work(self.graph, self.graph.by_name[name])
+            self._parts[key] = split_work(self._work[name], strategy)
+        return self._parts[key]
+
+
 @dataclass(frozen=True)
 class ComputeTable:
     """All devices at once: ``seconds`` gives one number per rank. Equals ``parts_seconds`` rank by rank."""
@@ -217,6 +235,10 @@ class ComputeTable:
     devices: Sequence[Device]
     model: ComputeModel = DEFAULT_MODEL
     _rates: dict[tuple[OpClass, torch.dtype], tuple[Array, Array]] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def is_measured(self) -> bool:
+        return any(isinstance(d, MeasuredDevice) for d in self.devices)
 
     @cached_property
     def launch_s(self) -> Array:
@@ -231,7 +253,7 @@ class ComputeTable:
 
     def seconds(self, parts: Parts, shares: Array) -> Array:
         """Seconds of every rank, given every rank's share of ``parts.group`` (ones if it has none)."""
-        if any(isinstance(d, MeasuredDevice) for d in self.devices):
+        if self.is_measured:
             pairs = zip(shares.tolist(), self.devices, strict=True)
             return np.array([parts_seconds(parts, share, device, self.model) for share, device in pairs])
         if parts.op_class == "view":

@@ -12,19 +12,23 @@ what does. Each conversion takes the fastest decomposition; ``sequence`` says in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
-from hap.cost_models.compute import DEFAULT_MODEL, ComputeModel
+from hap.cost_models.collective import Forms
+from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeModel
+from hap.cost_models.fold import Cluster, fold
 from hap.cost_models.memory import MemoryUse, local_bytes, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.order import program_order
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
 from hap.fabric import Array
-from hap.graph import Graph, Node, Value
-from hap.placement import GroupSizes
+from hap.graph import Graph, Node
+from hap.placement import GroupSizes, Shard
 from hap.plan import Conversion, Prediction, Strategy
 
 
@@ -92,6 +96,71 @@ class Evaluation:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """``evaluate`` for one graph, cluster and optimizer; what depends on nothing else is found once."""
+
+    graph: Graph
+    cluster: ClusterSpec
+    optimizer: str
+    calls: Calls
+    model: ComputeModel = DEFAULT_MODEL
+
+    @cached_property
+    def forms(self) -> Forms:
+        return Forms(self.cluster)
+
+    @cached_property
+    def order(self) -> tuple[Node, ...]:
+        return program_order(self.graph)
+
+    def evaluate(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, needs: Sequence[Need]) -> Evaluation:
+        """See ``evaluate``. Ranks that are alike and hold alike are asked about once."""
+        used = dict.fromkeys(p.group for s in strategies.values() for p in s.outputs + s.inputs if isinstance(p, Shard))
+        sizes = {group: sizes[group] for group in used}
+        folded = fold(self.cluster, dict.fromkeys(sizes.values()))
+        if folded is None:
+            return self._evaluate(strategies, sizes, needs, self.cluster, self.forms)
+        found = self._evaluate(strategies, folded.take(sizes), needs, folded, Forms(folded))
+        return replace(
+            found,
+            compute_s=folded.spread(found.compute_s),
+            memory=MemoryUse(folded.spread(found.memory.by_kind)),
+            usable_bytes=folded.spread(found.usable_bytes),
+            devices=tuple(d.name for d in self.cluster.devices),
+        )
+
+    def _evaluate(
+        self,
+        strategies: Mapping[str, Strategy],
+        sizes: GroupSizes,
+        needs: Sequence[Need],
+        cluster: Cluster,
+        forms: Forms,
+    ) -> Evaluation:
+        graph, model = self.graph, self.model
+        costs = Pricer(graph, sizes, cluster, forms).price(needs)
+        items = sequence(graph, strategies, sizes, cluster, costs, model, self.calls)
+        compute, stages, last = _stages(items, cluster.world_size)
+        update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model)
+        communication = sum(c.seconds for c in costs if c.need.collective != "slice")
+        ending = float((last + update).max())
+        ranks, order = cluster.fabric.world_size, self.order
+        return Evaluation(
+            step_s=stages + communication + ending,
+            compute_s=tuple(float(s) for s in compute + update),
+            stages_s=stages + float(last.max()),
+            communication_s=communication,
+            update_s=ending - float(last.max()),
+            conversions=costs,
+            memory=memory_use(
+                graph, strategies, sizes, needs, cluster.world_size, self.optimizer, ranks=ranks, order=order
+            ),
+            usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
+            devices=tuple(d.name for d in cluster.devices),
+        )
+
+
 def evaluate(
     graph: Graph,
     strategies: Mapping[str, Strategy],
@@ -110,23 +179,7 @@ def evaluate(
     """
     if needs is None:
         needs = find_needs(graph, strategies, regather=regather)
-    costs = Pricer(graph, sizes, cluster).price(needs)
-    items = sequence(graph, strategies, sizes, cluster, costs, model)
-    compute, stages, last = _stages(items, cluster.world_size)
-    update = update_seconds(graph, strategies, sizes, cluster, optimizer, model)
-    communication = sum(c.seconds for c in costs if c.need.collective != "slice")
-    ending = float((last + update).max())
-    return Evaluation(
-        step_s=stages + communication + ending,
-        compute_s=tuple(float(s) for s in compute + update),
-        stages_s=stages + float(last.max()),
-        communication_s=communication,
-        update_s=ending - float(last.max()),
-        conversions=costs,
-        memory=memory_use(graph, strategies, sizes, needs, cluster.world_size, optimizer),
-        usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
-        devices=tuple(d.name for d in cluster.devices),
-    )
+    return Evaluator(graph, cluster, optimizer, Calls(graph), model).evaluate(strategies, sizes, needs)
 
 
 def _stages(items: Iterable[Local | ConversionCost], world_size: int) -> tuple[Array, float, Array]:
@@ -145,27 +198,44 @@ def update_seconds(
     graph: Graph,
     strategies: Mapping[str, Strategy],
     sizes: GroupSizes,
-    cluster: ClusterSpec,
+    cluster: Cluster,
     optimizer: str,
     model: ComputeModel = DEFAULT_MODEL,
 ) -> Array:
     """Seconds of the optimizer's update on every rank (N,): it reads parameter, gradient and state, writes parameter
     and state, and launches once per parameter that the rank holds any of (assumed: torch's fused and foreach kernels
     launch less often, its plain loops more)."""
-    seconds = np.zeros(cluster.world_size)
-    bandwidth = np.array([model.bytes_per_s(d, "elementwise") for d in cluster.devices])
-    launch = np.array([d.launch_s for d in cluster.devices])
+    table, seconds = UpdateTable(cluster, optimizer, model), np.zeros(cluster.world_size)
     for node in _trained(graph):
         placement = strategies[node.name].outputs[0]
         assert placement is not None
-        own = local_bytes(graph.meta(Value(node.name)).nbytes, placement, sizes, cluster.world_size)
-        moved = own * (3 + 2 * optimizer_state_bytes(optimizer, 1))
-        for rank, device in enumerate(cluster.devices):
-            if isinstance(device, MeasuredDevice):
-                seconds[rank] += device.update_seconds(optimizer, own[rank]) if own[rank] > 0 else 0.0
-            elif own[rank] > 0:
-                seconds[rank] += launch[rank] + moved[rank] / bandwidth[rank]
+        seconds += table.seconds(local_bytes(node.meta.nbytes, placement, sizes, cluster.world_size))
     return seconds
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateTable:
+    """All devices at once: what the optimizer takes for one parameter of which each rank holds so many bytes."""
+
+    cluster: Cluster
+    optimizer: str
+    model: ComputeModel = DEFAULT_MODEL
+
+    @cached_property
+    def _rates(self) -> tuple[Array, Array]:
+        """(launch seconds, seconds per byte of the parameter) of every rank."""
+        passes = 3 + 2 * optimizer_state_bytes(self.optimizer, 1)
+        bandwidth = np.array([self.model.bytes_per_s(d, "elementwise") for d in self.cluster.devices])
+        return np.array([d.launch_s for d in self.cluster.devices]), passes / bandwidth
+
+    def seconds(self, own_bytes: Array) -> Array:
+        """(N,) from (N,)."""
+        launch, per_byte = self._rates
+        seconds: Array = np.where(own_bytes > 0, launch + own_bytes * per_byte, 0.0)
+        for rank, device in enumerate(self.cluster.devices):
+            if isinstance(device, MeasuredDevice) and own_bytes[rank] > 0:
+                seconds[rank] = device.update_seconds(self.optimizer, own_bytes[rank])
+        return seconds
 
 
 def _trained(graph: Graph) -> tuple[Node, ...]:

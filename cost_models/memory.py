@@ -74,9 +74,13 @@ def memory_use(
     needs: Sequence[Need],
     world_size: int,
     optimizer: str,
+    *,
+    ranks: int | None = None,
+    order: Sequence[Node] | None = None,
 ) -> MemoryUse:
-    """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies."""
-    ledger = _Ledger(graph, strategies, sizes, world_size)
+    """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies. Of a folded
+    cluster ``world_size`` is the number of classes and ``ranks`` that of ranks. ``order``: the program's, if known."""
+    ledger = _Ledger(graph, strategies, sizes, world_size, ranks, order)
     ledger.walk(needs)
     held = ledger.held(optimizer)
     peak = sum(held.values()).argmax(axis=0)  # type: ignore[union-attr]
@@ -96,13 +100,22 @@ class _Storage:
 class _Ledger:
     """Allocations met on a walk through the program. Moment t is the t-th call with the conversions before it."""
 
-    def __init__(self, graph: Graph, strategies: Mapping[str, Strategy], sizes: GroupSizes, world_size: int) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        strategies: Mapping[str, Strategy],
+        sizes: GroupSizes,
+        world_size: int,
+        ranks: int | None = None,
+        order: Sequence[Node] | None = None,
+    ) -> None:
         self.graph, self.strategies, self.sizes, self.world_size = graph, strategies, sizes, world_size
+        self.ranks = world_size if ranks is None else ranks
         self.storages: list[_Storage] = []
         self.of: dict[Value, _Storage] = {}
         self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
         self.needs: dict[tuple[Value, Placement, Phase], Need] = {}
-        self.order = program_order(graph)
+        self.order = program_order(graph) if order is None else order
         self.end = len(self.order) - 1
 
     def walk(self, needs: Sequence[Need]) -> None:
@@ -143,7 +156,7 @@ class _Ledger:
                 return whole * (not self._in_order(need.value, need.source))
             case "reduce_scatter":
                 cut = whole * (not self._in_order(need.value, need.target))
-                return whole + np.maximum(cut, (self.world_size - 1) * target)
+                return whole + np.maximum(cut, (self.ranks - 1) * target)
             case "all_to_all":
                 return source + np.maximum(source, target)
         return np.zeros(self.world_size)

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hap.cluster import ClusterSpec
 from hap.conversion import Need
-from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
-from hap.cost_models.compute import ComputeModel, ComputeTable, split_work
+from hap.cost_models.collective import Forms, collective_coefficients, shares
+from hap.cost_models.compute import Calls, ComputeModel, ComputeTable
+from hap.cost_models.fold import Cluster
 from hap.cost_models.profile import MeasuredDevice
-from hap.cost_models.work import node_work
 from hap.fabric import Array
 from hap.graph import Graph
 from hap.placement import GroupSizes, Placement
@@ -49,7 +48,8 @@ class Pricer:
 
     graph: Graph
     sizes: GroupSizes
-    cluster: ClusterSpec
+    cluster: Cluster
+    forms: Forms | None = None
     _known: dict[tuple[int, Placement, Placement], tuple[str, float]] = field(default_factory=dict)
 
     def price(self, needs: Sequence[Need]) -> tuple[ConversionCost, ...]:
@@ -59,8 +59,8 @@ class Pricer:
         nbytes = self.graph.meta(need.value).nbytes
         key = (nbytes, need.source, need.target)
         if key not in self._known:
-            args = (need.collective, nbytes, need.source, need.target, self.sizes, self.cluster)
-            self._known[key] = best_decomposition(*args)
+            forms = self.forms or Forms(self.cluster)
+            self._known[key] = forms.best(need.collective, nbytes, need.source, need.target, self.sizes)
         return ConversionCost(need, *self._known[key], nbytes)
 
 
@@ -68,14 +68,15 @@ def sequence(
     graph: Graph,
     strategies: Mapping[str, Strategy],
     sizes: GroupSizes,
-    cluster: ClusterSpec,
+    cluster: Cluster,
     costs: Sequence[ConversionCost],
     model: ComputeModel,
+    calls: Calls | None = None,
 ) -> Iterator[Local | ConversionCost]:
     """The step without its update; what takes no time, as views do by default, is left out. What was measured of a step
     beside its calls comes first."""
-    table = ComputeTable(cluster.devices, model)
-    rho = {group: np.array(s, dtype=np.float64) / sum(s) for group, s in sizes.items()}
+    table, calls = ComputeTable(cluster.devices, model), calls or Calls(graph)
+    atoms = {group: np.array(s, dtype=np.float64) for group, s in sizes.items()}
     ones = np.ones(cluster.world_size)
     at: dict[str, list[ConversionCost]] = {}
     for cost in costs:
@@ -93,14 +94,14 @@ def sequence(
     for node in graph.nodes:
         yield from convert(node.name)
         if not node.is_source:
-            parts = split_work(node_work(graph, node), strategies[node.name])
-            seconds = table.seconds(parts, ones if parts.group is None else rho[parts.group])
+            parts = calls.parts(node.name, strategies[node.name])
+            seconds = table.seconds(parts, ones if parts.group is None else atoms[parts.group] / parts.n)
             if seconds.any():
                 yield Local(node.name, node.phase, seconds)
         yield from convert(f"after {node.name}")
 
 
-def _slice_seconds(cost: ConversionCost, sizes: GroupSizes, cluster: ClusterSpec) -> Array:
+def _slice_seconds(cost: ConversionCost, sizes: GroupSizes, cluster: Cluster) -> Array:
     need = cost.need
     form = collective_coefficients("slice", cost.decomposition, cost.nbytes, need.source, need.target, cluster)
     n = cluster.world_size

@@ -12,6 +12,7 @@ slower link between two given hosts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,3 +56,49 @@ class Fabric:
     @property
     def world_size(self) -> int:
         return len(self.latency_s)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.ports)
+
+    @cached_property
+    def edges(self) -> Array:
+        """(K, N): port k is crossed by the ring's edge from rank i to its successor."""
+        edges: Array = self.senders * np.roll(self.receivers, -1, axis=1)
+        return edges
+
+    @cached_property
+    def arriving(self) -> Array:
+        """(K, N): port k is crossed by the ring's edge from its predecessor to rank i."""
+        return np.roll(self.edges, 1, axis=1)
+
+    @cached_property
+    def _by_sender(self) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Ports that a rank sends through, rank after rank, and where each rank's begin (N + 1,)."""
+        ranks, ports = np.nonzero(self.senders.T)
+        return ports, np.searchsorted(ranks, np.arange(self.world_size + 1))
+
+    def crossing(self, source: NDArray[np.intp], target: NDArray[np.intp], amount: Array) -> Array:
+        """(K,): what crosses every port when rank ``source[t]`` sends ``amount[t]`` to rank ``target[t]``."""
+        ports, begin = self._by_sender
+        counts = begin[source + 1] - begin[source]
+        pair = np.repeat(np.arange(len(source)), counts)
+        within = np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts)
+        port = ports[begin[source][pair] + within]
+        weight = amount[pair] * self.receivers[port, target[pair]]
+        return np.bincount(port, weights=weight, minlength=len(self.ports))
+
+    @cached_property
+    def exchange_latency_s(self) -> float:
+        """Of one message after another from a rank to all others."""
+        return float(self.latency_s.sum(axis=1).max())
+
+    @cached_property
+    def ring_latency_s(self) -> float:
+        """Of one step round the ring."""
+        ranks = np.arange(self.world_size)
+        return float(self.latency_s[ranks, np.roll(ranks, -1)].max())
+
+    @cached_property
+    def largest_latency_s(self) -> float:
+        return float(self.latency_s.max())

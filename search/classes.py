@@ -77,9 +77,12 @@ class Classes:
         return {name: candidates[name][picks[c]] for name, c in self.of.items()}
 
 
-def find_classes(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) -> Classes:
-    """The node and value classes of a graph under its candidates. Deterministic: first appearance orders all."""
-    of = find_colours(graph, candidates, radius=radius)[-1]
+def find_classes(
+    graph: Graph, candidates: Candidates, *, radius: int = RADIUS, colours: Sequence[Mapping[str, int]] | None = None
+) -> Classes:
+    """The node and value classes of a graph under its candidates. Deterministic: first appearance orders all.
+    ``colours``: those of ``find_colours``, if known."""
+    of = (colours or find_colours(graph, candidates, radius=radius))[-1]
     members: dict[int, list[str]] = {}
     for node in graph.nodes:
         members.setdefault(of[node.name], []).append(node.name)

@@ -12,7 +12,8 @@ Effort = Literal["quick", "normal"]
 @dataclass(frozen=True)
 class Limits:
     """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves (and
-    those times nodes of the graph), and whether the estimate without barriers is asked too."""
+    those times nodes of the graph), whether the estimate without barriers is asked too, and of how many nodes a graph
+    may be for its programs to be lowered and played."""
 
     starts: int
     rounds: int
@@ -20,11 +21,12 @@ class Limits:
     moves: int
     work: int
     both_estimates: bool
+    played: int
 
 
-HASTY = Limits(1, 2, 200, 0, 0, False)  # for what a smaller cluster would do
+HASTY = Limits(1, 2, 200, 0, 0, False, 0)  # for what a smaller cluster would do
 LIMITS: Mapping[Effort, Limits] = {
-    "quick": Limits(1, 2, 200, 0, 0, False),
-    "normal": Limits(4, 3, 1000, 60, 20_000, True),
+    "quick": Limits(1, 2, 200, 0, 0, False, 10_000),
+    "normal": Limits(4, 3, 1000, 60, 20_000, True, 10_000),
 }
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger

@@ -11,7 +11,7 @@ memory wins, and is then improved by moving single atoms (``refine``). Everythin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +28,12 @@ from hap.search.judge import finest
 from hap.search.limits import LIMITS, Effort, Limits
 from hap.search.pins import Pins
 from hap.search.problem import Problem
+from hap.search.progress import Progress
 from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
 from hap.search.strategies import BEHIND, Chooser
+from hap.units import format_time
 
 __all__ = ["Effort", "Search", "plan_graph"]
 
@@ -50,11 +52,25 @@ def plan_graph(
 ) -> Plan:
     """The best plan found for one training step of ``choices.graph`` on ``cluster``.
 
-    InfeasibleError if nothing fits, with the numbers; PlanError for a pin that makes no sense.
+    On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,
+    if there is one. InfeasibleError if nothing fits, with the numbers; PlanError for a pin that makes no sense.
     """
     search = Search(Problem.state(choices, cluster, optimizer, pins or Pins()), LIMITS[effort])
-    best, overlapped_s = finest(search.chooser, search.run(), search.met)
-    advice = advise(search.problem, best, _alone) if effort == "normal" else None
+    best, overlapped_s, advice, stopped = None, None, None, False
+    try:
+        best = search.run()
+        if len(choices.graph.nodes) <= search.limits.played:
+            search.progress.say("comparing programs as they run")
+            best, overlapped_s = finest(search.chooser, best, search.met)
+        if effort == "normal":
+            search.progress.say("asking whether fewer devices would do")
+            advice = advise(search.problem, best, _alone)
+    except KeyboardInterrupt:
+        stopped, best = True, best or best_of(f for f in search.met if f.fits)
+        if best is None:
+            raise
+    finally:
+        search.progress.done()
     return assemble_plan(
         choices,
         cluster,
@@ -64,14 +80,14 @@ def plan_graph(
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
         lower_bound_s=search.bound_s,
-        solver=search.statistics(best),
+        solver={**search.statistics(best), **({"stopped": True} if stopped else {})},
         advice=advice,
         overlapped_s=overlapped_s,
     )
 
 
 def _alone(problem: Problem, limits: Limits) -> Found | None:
-    return Search(problem, limits).glance()
+    return Search(problem, limits, progress=Progress(after_s=float("inf"))).glance()
 
 
 @dataclass
@@ -82,6 +98,7 @@ class Search:
     limits: Limits
     rounds: int = 0
     starts: int = 0
+    progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
         self.chooser = Chooser(self.problem, self.limits)
@@ -95,10 +112,14 @@ class Search:
     def run(self) -> Found:
         """The best plan that fits. InfeasibleError if there is none."""
         starts = find_starts(self.problem)
-        best = self._try(starts, None, regather=False)
+        best = self._try(starts[:1], None, regather=False)
         if best is None or not best.fits:
-            best = self._try(starts, best, regather=True)
-        elif _is_nearly_full(best):
+            best = self._try(starts[:1], best, regather=True)
+        regather = best is not None and best.fits and best.regather
+        best = self._try(starts[1:], best, regather=regather)
+        if best is None or not best.fits:
+            best = self._try(starts[1:], best, regather=True)
+        elif not regather and _is_nearly_full(best):
             best = self._rounds(best.sizes, best.left_out, best, regather=True)
         if best is not None:
             best = deal_out_inputs(self.chooser, without_barriers(self.chooser, best))
@@ -114,9 +135,9 @@ class Search:
 
     def _try(self, starts: Sequence[Start], best: Found | None, *, regather: bool) -> Found | None:
         """The best of ``best`` and what the rounds from so many starts find, or from more while nothing fits."""
-        for number, start in enumerate(starts):
+        for start in starts:
             if best is not None and best.fits:
-                if number >= self.limits.starts:
+                if self.starts >= self.limits.starts:
                     break
                 if best.cost[1] * (1 - CLOSE) <= (self.bound_s or 0.0):
                     break
@@ -133,14 +154,16 @@ class Search:
         reached: tuple[float, float] | None = None
         for _ in range(self.limits.rounds):
             self.rounds += 1
+            self.progress.say(self._so_far(best))
             chosen = self.chooser.strategies(sizes, regather, left_out, best=best)
             if chosen is None:
                 break
+            self.met.append(chosen)
             if best is not None and chosen.choice.objective_s > BEHIND * best.choice.objective_s:
                 best = best_of((best, chosen))
                 break
             reshared = reshare(self.problem, chosen)
-            self.met += [chosen, reshared]
+            self.met.append(reshared)
             cost = min(chosen.cost, reshared.cost)
             best = best_of((best, chosen, reshared))
             assert best is not None
@@ -149,6 +172,13 @@ class Search:
                 break
             sizes, reached = reshared.sizes, cost
         return best
+
+    def _so_far(self, best: Found | None) -> str:
+        where = f"start {self.starts}, round {self.rounds}"
+        if best is None or not best.fits:
+            return f"{where}, nothing fits yet"
+        gap = "" if not self.bound_s else f", at most {1 - self.bound_s / best.cost[1]:.1%} from the best"
+        return f"{where}, step {format_time(best.cost[1])}{gap}"
 
     def statistics(self, best: Found) -> dict[str, Any]:
         """What the solver did, in numbers that are the same every time."""

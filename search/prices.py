@@ -20,15 +20,15 @@ from functools import cached_property
 import numpy as np
 
 from hap.cluster import ClusterSpec
-from hap.cost_models.compute import ComputeTable, Parts, split_work
-from hap.cost_models.evaluate import update_seconds
-from hap.cost_models.memory import optimizer_state_bytes
-from hap.cost_models.work import is_view, node_work
+from hap.cost_models.compute import Calls, ComputeTable, Parts
+from hap.cost_models.evaluate import Evaluator, UpdateTable
+from hap.cost_models.memory import local_bytes, optimizer_state_bytes
+from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Phase, Value
 from hap.placement import GroupSizes, Placement
 from hap.plan import Strategy
-from hap.search.classes import Candidates
+from hap.search.classes import Candidates, find_colours
 from hap.search.wires import Wires
 
 MOMENTS = 5
@@ -42,23 +42,27 @@ class Facts:
     candidates: Candidates
     cluster: ClusterSpec
     optimizer: str
-    _parts: dict[tuple[str, Strategy], Parts] = field(default_factory=dict, repr=False)
-    _held: dict[tuple[str, Strategy], list[tuple[Placement, int, Array]]] = field(default_factory=dict, repr=False)
+    _held: dict[str, list[tuple[int, int, Array]]] = field(default_factory=dict, repr=False)
     _alive: dict[tuple[Value, str], Array] = field(default_factory=dict, repr=False)
 
     def on(self, cluster: ClusterSpec) -> Facts:
         """The same on another cluster; what is known of the graph is handed on."""
         other = replace(self, cluster=cluster)
-        for name in ("position", "moments", "reads", "homes"):
+        for name in ("calls", "colours", "position", "moments", "reads", "homes"):
             other.__dict__[name] = getattr(self, name)
         return other
 
     def parts(self, name: str, strategy: Strategy) -> Parts:
         """The work of a node as the strategy divides it."""
-        key = (name, strategy)
-        if key not in self._parts:
-            self._parts[key] = split_work(node_work(self.graph, self.graph.by_name[name]), strategy)
-        return self._parts[key]
+        return self.calls.parts(name, strategy)
+
+    @cached_property
+    def calls(self) -> Calls:
+        return Calls(self.graph)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        return Evaluator(self.graph, self.cluster, self.optimizer, self.calls)
 
     @cached_property
     def compute(self) -> ComputeTable:
@@ -67,6 +71,10 @@ class Facts:
     @cached_property
     def wires(self) -> Wires:
         return Wires(self.cluster)
+
+    @cached_property
+    def colours(self) -> tuple[Mapping[str, int], ...]:
+        return find_colours(self.graph, self.candidates)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
@@ -108,32 +116,34 @@ class Facts:
 
     def held(self, name: str, strategy: Strategy) -> list[tuple[Placement, int, Array]]:
         """What a node keeps: (placement, bytes of the whole, moments) for each of its allocations."""
-        key = (name, strategy)
-        if key not in self._held:
-            self._held[key] = self._find_held(name, strategy)
-        return self._held[key]
+        placed = ((strategy.outputs[index], nbytes, moments) for index, nbytes, moments in self.allocations(name))
+        return [(placement, nbytes, moments) for placement, nbytes, moments in placed if placement is not None]
 
-    def _find_held(self, name: str, strategy: Strategy) -> list[tuple[Placement, int, Array]]:
+    def allocations(self, name: str) -> list[tuple[int, int, Array]]:
+        """(output, bytes of the whole, moments) of each, in whatever placement the output is."""
+        if name not in self._held:
+            self._held[name] = self._find_held(name)
+        return self._held[name]
+
+    def _find_held(self, name: str) -> list[tuple[int, int, Array]]:
         node = self.graph.by_name[name]
         if node.is_source:
-            placement = strategy.outputs[0]
-            assert placement is not None
-            kept = [(placement, node.meta.nbytes, np.ones((MOMENTS, 1)))]
+            kept = [(0, node.meta.nbytes, np.ones((MOMENTS, 1)))]
             if node.op == "parameter" and node.target in self.graph.gradients:
                 gradient = self.graph.gradients[node.target]
                 state = optimizer_state_bytes(self.optimizer, node.meta.nbytes)
-                kept.append((placement, state, np.ones((MOMENTS, 1))))
+                kept.append((0, state, np.ones((MOMENTS, 1))))
                 born = self.position[gradient.node]
-                kept.append((placement, self.graph.meta(gradient).nbytes, self.alive(born, len(self.graph.nodes))))
+                kept.append((0, self.graph.meta(gradient).nbytes, self.alive(born, len(self.graph.nodes))))
             return kept
         if is_view(node):
             return []
         kept = []
-        for index, (meta, placement) in enumerate(zip(node.outputs, strategy.outputs, strict=True)):
+        for index, meta in enumerate(node.outputs):
             spans = self.reads[Value(name, index)]
-            if meta is not None and placement is not None and spans and Value(name, index) not in self.homes:
+            if meta is not None and spans and Value(name, index) not in self.homes:
                 last = max(last for _, last in spans.values())
-                kept.append((placement, meta.nbytes, self.alive(self.position[name], last)))
+                kept.append((index, meta.nbytes, self.alive(self.position[name], last)))
         return kept
 
     def copy_alive(self, value: Value, copy: str) -> Array:
@@ -151,8 +161,12 @@ class Facts:
 
     def update_s(self, name: str, strategy: Strategy, sizes: GroupSizes) -> Array:
         """The optimizer's seconds for one parameter on every rank (N,); zeros for any other node."""
-        node = self.graph.by_name[name]
-        if node.op != "parameter" or node.target not in self.graph.gradients:
-            return np.zeros(self.cluster.world_size)
-        alone = replace(self.graph, nodes=(node,), gradients={node.target: self.graph.gradients[node.target]})
-        return update_seconds(alone, {name: strategy}, sizes, self.cluster, self.optimizer)
+        node, n = self.graph.by_name[name], self.cluster.world_size
+        placement = strategy.outputs[0]
+        if node.op != "parameter" or node.target not in self.graph.gradients or placement is None:
+            return np.zeros(n)
+        return self.updates.seconds(local_bytes(node.meta.nbytes, placement, sizes, n))
+
+    @cached_property
+    def updates(self) -> UpdateTable:
+        return UpdateTable(self.cluster, self.optimizer)

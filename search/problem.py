@@ -15,7 +15,7 @@ import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.conversion import find_needs
-from hap.cost_models.evaluate import Evaluation, evaluate
+from hap.cost_models.evaluate import Evaluation
 from hap.fabric import Array
 from hap.placement import GroupSizes, Shard, Sizes
 from hap.plan import Strategy
@@ -46,11 +46,11 @@ class Problem:
     @classmethod
     def state(cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Problem:
         candidates = _candidates(choices, cluster, pins)
-        classes = find_classes(choices.graph, candidates)
+        facts = Facts(choices.graph, candidates, cluster, optimizer)
+        classes = find_classes(choices.graph, candidates, colours=facts.colours)
         fixed = _fixed_sizes(choices, pins, cluster.world_size)
         found = find_bundles(classes, candidates)
         free = (tuple(name for name in bundle if name not in fixed) for bundle in found)
-        facts = Facts(choices.graph, candidates, cluster, optimizer)
         return cls(choices, cluster, optimizer, pins, facts, classes, fixed, tuple(b for b in free if b))
 
     def on(self, cluster: ClusterSpec) -> Problem:
@@ -93,24 +93,26 @@ class Problem:
         if regather not in self._tables:
             names = frozenset(n.name for n in self.choices.graph.sources("parameter")) if regather else frozenset()
             same = {name: bundle[0] for bundle in self.bundles for name in bundle}
-            self._tables[regather] = Tables(self.facts, make_skeleton(self.classes, regathered=names), same)
+            self._tables[regather] = Tables(
+                self.facts, make_skeleton(self.classes, regathered=names), same, pinned=bool(self.fixed)
+            )
         return self._tables[regather]
 
     def round(self, shares: Mapping[str, Shares], working: Sequence[float], storing: Sequence[float]) -> GroupSizes:
         """Sizes of every group: pinned, or rounded from its own shares, or from those of its kind."""
         otherwise = {name: working if name in self.of_inputs else storing for name in self.choices.groups}
-        return {
-            name: self.fixed[name] if name in self.fixed else round_shares(shares.get(name, otherwise[name]), group.n)
-            for name, group in self.choices.groups.items()
-        }
+        known: dict[tuple[tuple[float, ...], int], Sizes] = {}
+        sizes = dict(self.fixed)
+        for name, group in self.choices.groups.items():
+            key = (tuple(shares.get(name, otherwise[name])), group.n)
+            if name not in self.fixed:
+                sizes[name] = known[key] if key in known else known.setdefault(key, round_shares(*key))
+        return {name: sizes[name] for name in self.choices.groups}
 
     def judge(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, regather: bool) -> Evaluation:
         """What the cost model says of a whole plan: the one truth."""
-        graph = self.choices.graph
-        needs = find_needs(graph, strategies, regather=regather)
-        return evaluate(
-            graph, strategies, sizes, self.cluster, needs=needs, optimizer=self.optimizer, regather=regather
-        )
+        needs = find_needs(self.choices.graph, strategies, regather=regather)
+        return self.facts.evaluator.evaluate(strategies, sizes, needs)
 
 
 def _candidates(choices: Choices, cluster: ClusterSpec, pins: Pins) -> Candidates:

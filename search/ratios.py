@@ -29,7 +29,6 @@ import numpy as np
 from ortools.math_opt import model_pb2
 from ortools.math_opt.python import mathopt
 
-from hap.cost_models.collective import collective_coefficients
 from hap.cost_models.compute import parts_coefficients
 from hap.cost_models.evaluate import ConversionCost, Evaluation
 from hap.fabric import Array
@@ -37,7 +36,7 @@ from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Strategy
 from hap.search.milp import GB, MS, SEED, SMALLEST, fill_matrix
 from hap.search.prices import MOMENTS, Facts
-from hap.search.wires import Form, RankClasses, reduce_form
+from hap.search.wires import ClassForms, Form, RankClasses
 
 Shares = tuple[float, ...]
 STAY = 1e-4  # of the step, for a share of one that goes from one rank to another
@@ -90,6 +89,7 @@ class _Program:
         used = [np.array(self.sizes[bundle[0]]) > 0 for bundle in self.bundles]
         labels = [(r in self.left_out, *(bool(u[r]) for u in used)) for r in range(self.facts.cluster.world_size)]
         self.classes = RankClasses.find(self.facts.cluster, labels)
+        self.wires = ClassForms(self.facts.cluster, self.classes)
         self.counts, self.n = self.classes.counts, len(self.classes.counts)
         self.out = np.array([r in self.left_out for r in self.classes.first])
         self.here = {g: self.classes.mean(np.array(s, dtype=np.float64) / sum(s)) for g, s in self.sizes.items()}
@@ -182,11 +182,9 @@ class _Program:
 
     def _slice(self, lines: _Lines, cost: ConversionCost) -> None:
         need = cost.need
-        args = (cost.nbytes, need.source, need.target, self.facts.cluster)
-        stage = collective_coefficients("slice", cost.decomposition, *args).stages[0]
-        first = list(self.classes.first)
+        constant, slope = self.wires.slices(cost.nbytes, need.source, need.target)
         assert isinstance(need.target, Shard)
-        lines.add(need.target.group, stage.constant[first], np.diag(np.diag(stage.by_target)[first]))
+        lines.add(need.target.group, constant, np.diag(slope))
 
     def _collective(self, cost: ConversionCost) -> None:
         """One variable per stage of the collective, above each of its rows. Its constant does not matter."""
@@ -199,11 +197,10 @@ class _Program:
                 self._above("wire", lines)
 
     def _form(self, cost: ConversionCost) -> Form:
-        need, cluster = cost.need, self.facts.cluster
+        need = cost.need
         key = (need.collective, cost.decomposition, cost.nbytes)
         if need.collective == "all_to_all" or key not in self._forms:
-            form = collective_coefficients(*key, need.source, need.target, cluster, sizes=self.sizes)
-            self._forms[key] = reduce_form(form, self.classes)
+            self._forms[key] = self.wires.form(*key, need.source, need.target, self.sizes)
         return self._forms[key]
 
     def _above(self, label: str, lines: _Lines) -> None:

@@ -42,6 +42,7 @@ from ortools.math_opt.python import mathopt
 
 from hap.conversion import collective_kind
 from hap.cost_models.collective import Stage, candidates, collective_coefficients
+from hap.cost_models.fold import fold
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
 from hap.fabric import Array
 from hap.graph import Value
@@ -52,8 +53,9 @@ from hap.search.bound import Line, best_weights, device_classes, line_seconds, m
 from hap.search.classes import RADIUS, Read, find_colours, find_reads
 from hap.search.milp import GB, MS, SEED, SMALLEST, fill_matrix
 from hap.search.prices import Facts
-from hap.search.wires import GRID, RankClasses
+from hap.search.wires import GRID, ClassForms, RankClasses
 
+UNIT_BYTES = 1 << 30
 SAFETY = 1e-6  # of the bound: what the solver's tolerances may be worth
 _SHARD = Shard(0, 1, 1, 1, "any")
 
@@ -101,27 +103,23 @@ class Least:
         return float(np.interp(nbytes, GRID, self._curves[kind]))
 
     def _curve(self, kind: Collective) -> list[float]:
-        """The least over all decompositions at every size of the grid: a minimum of lines bends down."""
+        """The least over all decompositions at every size of the grid: a minimum of lines bends down.
+
+        A stage's seconds are proportional to the bytes, so each is weighed once, rank by rank. The rest does not depend
+        on shares: of many ranks it is asked of kinds of devices.
+        """
         cluster = self.facts.cluster
         other = replace(_SHARD, dim=1)
         source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
         target: Placement = other if kind in ("reduce_scatter", "all_to_all") else REPLICATE
-        classes = RankClasses.find(cluster)
+        classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
         curves = []
         for name in candidates(kind, cluster):
-            weights: dict[int, Array] = {}
-            curve = []
-            for nbytes in GRID:
-                form = collective_coefficients(kind, name, nbytes, source, target, cluster)
-                seconds = form.constant_s
-                for number, stage in enumerate(form.stages):
-                    if kind == "all_to_all" and not stage.in_memory:
-                        continue
-                    if number not in weights:
-                        weights[number] = row_weights(stage, classes)
-                    seconds += stage_least_s(stage, weights[number])
-                curve.append(seconds)
-            curves.append(curve)
+            whole = collective_coefficients(kind, name, UNIT_BYTES, source, target, cluster)
+            stages = [s for s in whole.stages if kind != "all_to_all" or s.in_memory]
+            per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in stages) / UNIT_BYTES
+            constants = [collective_coefficients(kind, name, b, source, target, kinds).constant_s for b in GRID]
+            curves.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
         return [min(column) for column in zip(*curves, strict=True)]
 
 
@@ -163,6 +161,7 @@ class _Relaxation:
 
     def __init__(self, facts: Facts, weights: Sequence[float], *, radius: int = RADIUS) -> None:
         self.facts, self.least = facts, Least(facts)
+        self.slices = ClassForms(facts.cluster, RankClasses.find(facts.cluster))
         self.devices, counts = device_classes(facts.cluster)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))
         self.many = self.weight * np.array(counts)
@@ -171,7 +170,7 @@ class _Relaxation:
         self.row_names: list[str] = []
         self.row_bounds: list[tuple[float, float]] = []
         self.entries: list[tuple[int, int, float]] = []
-        rounds = find_colours(facts.graph, facts.candidates, radius=radius)
+        rounds = facts.colours if radius == RADIUS else find_colours(facts.graph, facts.candidates, radius=radius)
         self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
         self._types()
         self._values()
@@ -282,9 +281,9 @@ class _Relaxation:
         kind = collective_kind(source, target)
         if kind != "slice":
             return self.least.seconds(kind, nbytes)
-        form = collective_coefficients("slice", "local", nbytes, source, target, self.facts.cluster).stages[0]
-        ranks = [d.rank for d in self.devices]
-        line = Line(tuple(form.constant[ranks].tolist()), tuple(np.diag(form.by_target)[ranks].tolist()))
+        constant, slope = self.slices.slices(nbytes, source, target)
+        classes = [self.slices.classes.of[d.rank] for d in self.devices]
+        line = Line(tuple(constant[classes].tolist()), tuple(slope[classes].tolist()))
         return line_seconds(line, self.weight, self.many)
 
     def _state(self) -> None:

@@ -25,7 +25,7 @@ def round_shares(shares: Sequence[float], n: int, at_most: Sequence[int] | None 
     sizes = [min(limits[r], math.floor(ideal[r] + NOISE)) if ideal[r] >= 0.5 - NOISE else 0 for r in range(world_size)]
     by_remainder = sorted(range(world_size), key=lambda r: (sizes[r] - round(ideal[r], 9), r))
     order = [r for r in by_remainder if ideal[r] >= 0.5 - NOISE]
-    order += [r for r in sorted(range(world_size), key=lambda r: (-round(ideal[r], 9), r)) if r not in order]
+    order += [r for r in sorted(range(world_size), key=lambda r: (-round(ideal[r], 9), r)) if ideal[r] < 0.5 - NOISE]
     left = n - sum(sizes)
     while left:
         willing = [r for r in order if sizes[r] < limits[r]]

@@ -8,23 +8,28 @@ and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from hap.conversion import collective_kind
 from hap.cost_models.collective import collective_coefficients, shares
-from hap.cost_models.compute import Parts
+from hap.cost_models.compute import ComputeTable, Parts
+from hap.cost_models.evaluate import UpdateTable
+from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers, fold
 from hap.cost_models.memory import local_bytes
 from hap.fabric import Array
+from hap.graph import Value
 from hap.placement import GroupSizes, Placement, Shard
 from hap.search.milp import ConversionPayer, NodePayer, Skeleton
 from hap.search.prices import MOMENTS, Facts
-from hap.search.wires import device_numbers
+from hap.search.wires import Wires
+
+T = TypeVar("T")
 
 
 class Coefficients(NamedTuple):
@@ -80,18 +85,20 @@ class Tables:
     facts: Facts
     skeleton: Skeleton
     same: Mapping[str, str]
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         self.calls, self.updates, self.conversions = _Entries(1), _Entries(1), _Entries(1)
         self.held, self.copies = _Entries(MOMENTS), _Entries(MOMENTS)
         self._signatures: dict[object, Parts] = {}
-        once = np.ones(1)
+        self._summed: dict[object, Array] = {}
+        self._names: dict[Placement, Placement] = {}
         for number, payer in enumerate(self.skeleton.payers):
             if isinstance(payer, NodePayer):
-                for name in self.skeleton.classes.nodes[payer.node_class].members:
-                    self._node(number, name, payer.option, once)
+                for members in self._alike(self.skeleton.classes.nodes[payer.node_class].members):
+                    self._node(number, members, payer.option)
             else:
-                self._conversions(number, payer, once)
+                self._conversions(number, payer)
         payer, self.variable = np.array(
             [(i, v) for i, p in enumerate(self.skeleton.payers) for v in p.variables], dtype=np.int64
         ).T
@@ -103,22 +110,31 @@ class Tables:
         other.facts = facts
         return other
 
-    def _node(self, number: int, name: str, option: int, once: Array) -> None:
-        facts, strategy = self.facts, self.facts.candidates[name][option]
-        node = facts.graph.by_name[name]
-        for placement, nbytes, moments in facts.held(name, strategy):
-            self.held.add(number, (self._named(placement), nbytes), moments[:, 0])
+    def _alike(self, members: Sequence[T]) -> list[Sequence[T]]:
+        """Parts of a class whose members pay for the same: all of them, as corresponding groups have equal sizes;
+        unless some of the sizes are pinned."""
+        return [[m] for m in members] if self.pinned else [members]
+
+    def _node(self, number: int, members: Sequence[str], option: int) -> None:
+        facts, name = self.facts, members[0]
+        strategy, node, many = facts.candidates[name][option], facts.graph.by_name[name], np.full(1, len(members))
+        for place, (output, nbytes, _) in enumerate(facts.allocations(name)):
+            placement = strategy.outputs[output]
+            if placement is not None:
+                self.held.add(number, (self._named(placement), nbytes), self._moments(tuple(members), place))
         if not node.is_source:
-            self.calls.add(number, self._signature(facts.parts(name, strategy)), once)
+            self.calls.add(number, self._signature(facts.parts(name, strategy)), many)
         elif node.op == "parameter" and node.target in facts.graph.gradients:
             home = strategy.outputs[0]
             assert home is not None
-            self.updates.add(number, (node.meta.nbytes, self._named(home)), once)
-            self._first_update.setdefault((node.meta.nbytes, self._named(home)), (name, option))
+            self.updates.add(number, (node.meta.nbytes, self._named(home)), many)
 
-    @cached_property
-    def _first_update(self) -> dict[object, tuple[str, int]]:
-        return {}
+    def _moments(self, members: tuple[str, ...], place: int) -> Array:
+        """Of so many allocations, how many are there at every moment (MOMENTS,)."""
+        key = (members[0], len(members), place)
+        if key not in self._summed:
+            self._summed[key] = sum(self.facts.allocations(m)[place][2][:, 0] for m in members)  # type: ignore[assignment]
+        return self._summed[key]
 
     def _signature(self, parts: Parts) -> object:
         """Equal for calls that take equally long at any sizes."""
@@ -129,17 +145,31 @@ class Tables:
         return key
 
     def _named(self, placement: Placement) -> Placement:
-        if isinstance(placement, Shard) and placement.group in self.same:
-            return replace(placement, group=self.same[placement.group])
-        return placement
+        if placement not in self._names:
+            group = self.same.get(placement.group) if isinstance(placement, Shard) else None
+            self._names[placement] = placement if group is None else replace(placement, group=group)  # type: ignore[type-var]
+        return self._names[placement]
 
-    def _conversions(self, number: int, payer: ConversionPayer, once: Array) -> None:
+    def _conversions(self, number: int, payer: ConversionPayer) -> None:
         facts = self.facts
-        for value, source, target in zip(payer.values, payer.sources, payer.targets, strict=True):
+        for members in self._alike(range(len(payer.values))):
+            first = members[0]
+            value, source, target = payer.values[first], payer.sources[first], payer.targets[first]
             what = _Conversion(facts.graph.meta(value).nbytes, self._named(source), self._named(target))
-            self.conversions.add(number, what, once)
-            if value not in facts.homes:
-                self.copies.add(number, (what.target, what.nbytes), facts.copy_alive(value, payer.copy)[:, 0])
+            self.conversions.add(number, what, np.full(1, len(members)))
+            values = tuple(payer.values[m] for m in members)
+            alive = self._copies(values, payer.copy)
+            if alive.any():
+                self.copies.add(number, (what.target, what.nbytes), alive)
+
+    def _copies(self, values: tuple[Value, ...], copy: str) -> Array:
+        """Of copies of these values, how many are there at every moment (MOMENTS,). Gradients are counted elsewhere."""
+        key = (values[0], len(values), copy)
+        if key not in self._summed:
+            facts = self.facts
+            kept = [facts.copy_alive(v, copy)[:, 0] for v in values if v not in facts.homes]
+            self._summed[key] = np.sum(kept, axis=0) if kept else np.zeros(MOMENTS)
+        return self._summed[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,8 +187,28 @@ class Prices:
         return self.tables.facts
 
     @cached_property
+    def folded(self) -> FoldedCluster | None:
+        """Ranks that are alike and hold alike once each, if there are many."""
+        return fold(self.facts.cluster, [self.capacity_bytes.tolist(), *dict.fromkeys(self.sizes.values())])
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return self.facts.cluster if self.folded is None else self.folded
+
+    @cached_property
+    def here(self) -> GroupSizes:
+        """The sizes on the ranks of ``cluster``."""
+        return self.sizes if self.folded is None else self.folded.take(self.sizes)
+
+    @cached_property
+    def wires(self) -> Wires:
+        return self.facts.wires if self.folded is None else Wires(self.folded)
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """One rank of every kind: same device numbers, same sizes of all groups."""
+        """One rank of ``cluster`` of every kind: same device numbers, same sizes of all groups."""
+        if self.folded is not None:
+            return tuple(range(self.folded.world_size))
         sizes = np.array(list(self.sizes.values())).reshape(len(self.sizes), self.facts.cluster.world_size).T
         kinds: dict[object, int] = {}
         for d in self.facts.cluster.devices:
@@ -167,7 +217,6 @@ class Prices:
 
     def coefficients(self) -> Coefficients:
         t, ranks, payers = self.tables, list(self.ranks), len(self.tables.skeleton.payers)
-        n = self.facts.cluster.world_size
         compute = t.calls.sum(self._calls_s()[:, ranks], payers) + t.updates.sum(self._updates_s()[:, ranks], payers)
         together, slices = self._conversions_s()
         compute += t.conversions.sum(slices[:, ranks], payers)
@@ -178,39 +227,42 @@ class Prices:
         spread = [np.zeros((*a.shape[:-1], width)) for a in (together_s, compute, held)]
         for whole, of_payers in zip(spread, (together_s, compute, held), strict=True):
             np.add.at(whole.T, t.variable, of_payers.T[t.payer])
-        assert n == len(self.capacity_bytes)
-        return Coefficients(spread[0], spread[1], spread[2], self.capacity_bytes[ranks])
+        capacity = self.capacity_bytes if self.folded is None else self.capacity_bytes[list(self.folded.first)]
+        return Coefficients(spread[0], spread[1], spread[2], capacity[ranks])
 
     def _calls_s(self) -> Array:
         """(calls, N)."""
-        n, known = self.facts.cluster.world_size, self.tables._signatures
-        rho = {g: np.array(s, dtype=np.float64) / sum(s) for g, s in self.sizes.items()}
+        n, known = self.cluster.world_size, self.tables._signatures
+        compute = self.facts.compute if self.folded is None else ComputeTable(self.folded.devices)
+        rho = {g: np.array(s, dtype=np.float64) / sum(self.sizes[g]) for g, s in self.here.items()}
         ones, found = np.ones(n), np.zeros((len(self.tables.calls.numbers), n))
         for i, key in enumerate(self.tables.calls.numbers):
             parts = known[key]
-            found[i] = self.facts.compute.seconds(parts, ones if parts.group is None else rho[parts.group])
+            found[i] = compute.seconds(parts, ones if parts.group is None else rho[parts.group])
         return found
 
     def _updates_s(self) -> Array:
-        found = np.zeros((len(self.tables.updates.numbers), self.facts.cluster.world_size))
-        for i, key in enumerate(self.tables.updates.numbers):
-            name, option = self.tables._first_update[key]
-            found[i] = self.facts.update_s(name, self.facts.candidates[name][option], self.sizes)
+        found = np.zeros((len(self.tables.updates.numbers), self.cluster.world_size))
+        table = UpdateTable(self.cluster, self.facts.optimizer)
+        for i, what in enumerate(self.tables.updates.numbers):
+            assert isinstance(what, tuple)
+            nbytes, placement = what
+            found[i] = table.seconds(local_bytes(nbytes, placement, self.here, self.cluster.world_size))
         return found
 
     def _local(self, entries: _Entries) -> Array:
         """Bytes of every (placement, bytes of the whole) on every rank (what, N)."""
-        n = self.facts.cluster.world_size
+        n = self.cluster.world_size
         found = np.zeros((len(entries.numbers), n))
         for i, what in enumerate(entries.numbers):
             assert isinstance(what, tuple)
             placement, nbytes = what
-            found[i] = local_bytes(nbytes, placement, self.sizes, n)
+            found[i] = local_bytes(nbytes, placement, self.here, n)
         return found
 
     def _conversions_s(self) -> tuple[Array, Array]:
         """Of every distinct conversion: seconds of all together (C,), seconds of each rank (C, N)."""
-        n, conversions = self.facts.cluster.world_size, self.tables.conversions.numbers
+        n, conversions = self.cluster.world_size, self.tables.conversions.numbers
         together, slices = np.zeros(len(conversions)), np.zeros((len(conversions), n))
         alike: dict[object, dict[int, list[int]]] = {}
         first: dict[object, _Conversion] = {}
@@ -218,8 +270,8 @@ class Prices:
             assert isinstance(c, _Conversion)
             kind = collective_kind(c.source, c.target)
             if kind == "slice":
-                form = collective_coefficients("slice", "local", c.nbytes, c.source, c.target, self.facts.cluster)
-                slices[i] = form.stages[0].rows(shares(c.source, self.sizes, n), shares(c.target, self.sizes, n))
+                form = collective_coefficients("slice", "local", c.nbytes, c.source, c.target, self.cluster)
+                slices[i] = form.stages[0].rows(shares(c.source, self.here, n), shares(c.target, self.here, n))
                 continue
             key = (kind, self._with_sizes(c.source, kind), self._with_sizes(c.target, kind))
             first.setdefault(key, c)
@@ -227,7 +279,7 @@ class Prices:
         for same, by_bytes in alike.items():
             c, amounts = first[same], sorted(by_bytes)
             kind = collective_kind(c.source, c.target)
-            seconds = self.facts.wires.best_s(kind, np.array(amounts, dtype=np.float64), c.source, c.target, self.sizes)
+            seconds = self.wires.best_s(kind, np.array(amounts, dtype=np.float64), c.source, c.target, self.here)
             for nbytes, s in zip(amounts, seconds.tolist(), strict=True):
                 together[by_bytes[nbytes]] = s + self.per_collective_s
         return together, slices

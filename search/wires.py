@@ -2,8 +2,7 @@
 
 The seconds of a decomposition depend on the size of the value along few straight lines (``hap.cost_models.collective``:
 latency, bytes, one segment more), so they are asked for at the sizes of a ``GRID`` and joined by lines in between. What
-was measured of a collective may bend elsewhere too; the judge, which is exact, has the last word. Of more than
-``MOST_RANKS`` ranks, those alike (``RankClasses``) enter with their mean share.
+was measured of a collective may bend elsewhere too; the judge, which is exact, has the last word.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from ortools.math_opt.python import mathopt
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective import CollectiveForm, candidates, collective_coefficients, collective_seconds, shares
+from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers, fold
+from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
-from hap.hosts import Device
 from hap.placement import REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Collective
 
 GRID = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
-MOST_RANKS = 128
 MOST_APART = 64
 _SHARD = Shard(0, 1, 1, 1, "any")  # forms depend on whether a placement is a shard, not on which
 
@@ -46,13 +45,6 @@ class Form(NamedTuple):
         return self.constant_s + sum(
             float((s.constant + s.source @ source + s.target @ target).max(initial=0.0)) for s in self.stages
         )
-
-
-def device_numbers(device: Device) -> object:
-    """What the cost model knows of a device: equal for devices that compute alike. A measured one is like no other."""
-    if type(device) is not Device:
-        return device.rank
-    return tuple(device.tflops.items()), device.memory_bandwidth_bytes_per_s, device.launch_s, device.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -124,16 +116,57 @@ def _reduce(constant: Array, source: Array, target: Array, classes: RankClasses 
 
 
 @dataclass(frozen=True, eq=False)
-class Wires:
-    """The collectives of one cluster."""
+class ClassForms:
+    """Forms in terms of the shares of classes of ranks, of which all members have the same."""
 
     cluster: ClusterSpec
-    _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
-    _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
+    classes: RankClasses
 
     @cached_property
-    def columns(self) -> RankClasses | None:
-        return RankClasses.find(self.cluster) if self.cluster.world_size > MOST_RANKS else None
+    def folded(self) -> FoldedCluster | None:
+        return fold(self.cluster, [self.classes.of])
+
+    def form(
+        self,
+        kind: Collective,
+        name: str,
+        nbytes: int,
+        source: Placement,
+        target: Placement,
+        sizes: GroupSizes | None = None,
+    ) -> Form:
+        """``sizes``: see ``collective_coefficients``; where alike ranks differ, their mean counts."""
+        if self.folded is None:
+            whole = collective_coefficients(kind, name, nbytes, source, target, self.cluster, sizes=sizes)
+            return reduce_form(whole, self.classes)
+        here = None if sizes is None else {g: self._mean(sizes[g]) for g in _groups(source, target)}
+        return reduce_form(
+            collective_coefficients(kind, name, nbytes, source, target, self.folded, sizes=here),  # type: ignore[arg-type]
+            None,
+        )
+
+    def slices(self, nbytes: int, source: Placement, target: Placement) -> tuple[Array, Array]:
+        """Seconds of cutting the own piece out of a whole value, and those per share, of each class (C,)."""
+        cluster, first = (self.cluster, self.classes.first) if self.folded is None else (self.folded, None)
+        stage = collective_coefficients("slice", "local", nbytes, source, target, cluster).stages[0]
+        constant, slope = stage.constant, np.diag(stage.by_target)
+        return (constant, slope) if first is None else (constant[list(first)], slope[list(first)])
+
+    def _mean(self, sizes: Sequence[int]) -> tuple[float, ...]:
+        return tuple(self.classes.mean(np.array(sizes, dtype=np.float64)).tolist())
+
+
+def _groups(*placements: Placement) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(p.group for p in placements if isinstance(p, Shard)))
+
+
+@dataclass(frozen=True, eq=False)
+class Wires:
+    """The collectives of one cluster, which may be folded."""
+
+    cluster: Cluster
+    _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
+    _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
 
     def names(self, kind: Collective) -> tuple[str, ...]:
         if kind not in self._names:
@@ -147,22 +180,35 @@ class Wires:
             ends = (_SHARD if kind == "all_gather" else REPLICATE, _SHARD if kind != "all_gather" else REPLICATE)
             source, target = ends if kind != "all_reduce" else (REPLICATE, REPLICATE)
             whole = collective_coefficients(kind, name, nbytes, source, target, self.cluster)
-            self._forms[key] = reduce_form(whole, self.columns)
+            self._forms[key] = reduce_form(whole, None)
         return self._forms[key]
 
     def best_s(
         self, kind: Collective, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes
     ) -> Array:
         """Seconds of the fastest decomposition for values of these sizes (ascending)."""
-        if self.cluster.world_size == 1:
+        if self.cluster.fabric.world_size == 1:
             return np.zeros(len(sizes_bytes))
         first = max(0, int(np.searchsorted(GRID, sizes_bytes[0], side="right")) - 1)
         last = int(np.searchsorted(GRID, sizes_bytes[-1]))
         grid = [*GRID[first:last], *([GRID[last]] if last < len(GRID) else [int(sizes_bytes[-1])])]
         if len(sizes_bytes) <= len(grid):
             grid = [int(b) for b in sizes_bytes]
+        if kind == "all_to_all" and not isinstance(self.cluster, CalibratedCluster):
+            return self._exchange_s(sizes_bytes, source, target, sizes)
         at = [self._all_s(kind, nbytes, source, target, sizes) for nbytes in grid]
         return np.array([np.interp(sizes_bytes, grid, seconds) for seconds in zip(*at, strict=True)]).min(axis=0)
+
+    def _exchange_s(self, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes) -> Array:
+        """Of an all-to-all: by the formula a constant, and proportional to the bytes."""
+        n, unit = self.cluster.world_size, 1 << 20
+        rho, sigma = shares(source, sizes, n), shares(target, sizes, n)
+        found = []
+        for name in self.names("all_to_all"):
+            form = collective_coefficients("all_to_all", name, unit, source, target, self.cluster, sizes=sizes)
+            slope = (form.seconds(rho, sigma) - form.constant_s) / unit
+            found.append(form.constant_s + slope * sizes_bytes)
+        return np.array(found).min(axis=0)
 
     def _all_s(
         self, kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes
@@ -173,8 +219,6 @@ class Wires:
             ]
         n = self.cluster.world_size
         rho, sigma = shares(source, sizes, n), shares(target, sizes, n)
-        if self.columns is not None:
-            rho, sigma = self.columns.mean(rho), self.columns.mean(sigma)
         return [self.form(kind, name, nbytes).seconds(rho, sigma) for name in self.names(kind)]
 
     def cheapest_shares(self, nbytes: int) -> Array | None:
@@ -184,14 +228,16 @@ class Wires:
         n = self.cluster.world_size
         if n == 1:
             return None
+        assert isinstance(self.cluster, ClusterSpec), "asked of ranks"
         classes = RankClasses.find(self.cluster, range(n) if n <= MOST_APART else None)
         found = [self._cheapest("all_gather", name, nbytes, classes) for name in self.names("all_gather")]
         return classes.spread(min(found, key=lambda f: f[0])[1])
 
     def _cheapest(self, kind: Collective, name: str, nbytes: int, classes: RankClasses) -> tuple[float, Array]:
         """(seconds, shares of the classes (C,)) by an LP over the rows of the form."""
-        whole = collective_coefficients(kind, name, nbytes, _SHARD, REPLICATE, self.cluster)
-        form, model = reduce_form(whole, classes), mathopt.Model(name="cheapest")
+        assert isinstance(self.cluster, ClusterSpec), "asked of ranks"
+        form = ClassForms(self.cluster, classes).form(kind, name, nbytes, _SHARD, REPLICATE)
+        model = mathopt.Model(name="cheapest")
         rho = [model.add_variable(lb=0, ub=1) for _ in classes.counts]
         model.add_linear_constraint(sum(float(k) * v for k, v in zip(classes.counts, rho, strict=True)) == 1)
         tops = [model.add_variable(lb=0) for _ in form.stages]

@@ -1,0 +1,125 @@
+"""What is planned for ``benchmarks/planning.py``: models at their published size on clusters of unequal GPUs.
+
+The zoo's models get a batch that grows with the cluster. Llama 2 at 7B and 70B are in half precision, their parameters,
+gradients and optimizer state too. Clusters: HAP's testbed, mixes of three generations of GPUs, and two in which memory
+binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.common import ROOT
+from benchmarks.zoo_models import Case, find
+from benchmarks.zoo_models.case import Output, next_token_loss, tokens
+from hap.capture import capture
+from hap.cluster import ClusterSpec
+from hap.graph import Graph
+
+PER_DEVICE = {"gpt2": 4, "bert": 8, "vit": 32, "vgg19": 32, "hap_bert_moe": 32}  # samples
+HOST = "  - {{name: h{i}, devices: [{{gpu: {gpu}, count: {count}}}], link: {link}, network: {network}}}\n"
+FABRIC = {
+    "A100-40GB": ("nvlink", "{bandwidth: 100Gbit/s, latency: 20us}"),
+    "A100-80GB": ("nvlink", "{bandwidth: 200Gbit/s, latency: 20us}"),
+    "H100": ("nvlink", "{bandwidth: 400Gbit/s, latency: 20us}"),
+    "V100-16GB": ("nvlink", "{bandwidth: 25Gbit/s, latency: 30us}"),
+    "T4": ("pcie3", "{bandwidth: 10Gbit/s, latency: 50us}"),
+}
+MIXES = {
+    "mix-4": (("A100-40GB", 2), ("V100-16GB", 2)),
+    "mix-16": (("A100-40GB", 4), ("V100-16GB", 4), ("V100-16GB", 4), ("T4", 4)),
+    "mix-32": (("A100-40GB", 8), ("V100-16GB", 8), ("V100-16GB", 8), ("T4", 8)),
+    "mix-128": (("A100-40GB", 8),) * 4 + (("V100-16GB", 8),) * 8 + (("T4", 8),) * 4,
+    "mix-1024": (("A100-40GB", 8),) * 64 + (("A100-80GB", 8),) * 32 + (("H100", 8),) * 32,
+}
+SMALL = ("mix-4", "mix-16", "hap", "mix-128")  # clusters that every model of PER_DEVICE is planned for
+LARGE = ("llama_7b@mix-32", "llama_70b@mix-1024")
+
+
+@dataclass(frozen=True)
+class Llama:
+    """Llama 2's shapes (Touvron et al. 2023, table 1) with one global batch."""
+
+    title: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    dtype: torch.dtype
+    batch: tuple[int, int]
+
+    def build(self) -> Case:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            intermediate_size=self.intermediate,
+            vocab_size=32000,
+            max_position_embeddings=4096,
+        )
+        with torch.device("meta"):
+            model = Output(LlamaForCausalLM(config).to(self.dtype), use_cache=False)
+            ids = tokens(32000, *self.batch)
+        return Case(model, {"input_ids": ids}, next_token_loss, ids)
+
+
+LLAMAS = {
+    "llama_7b": Llama("Llama 2 7B", 4096, 32, 32, 32, 11008, torch.float16, (64, 512)),
+    "llama_70b": Llama("Llama 2 70B", 8192, 80, 64, 8, 28672, torch.bfloat16, (1024, 512)),
+}
+
+
+def titled(model: str) -> str:
+    return LLAMAS[model].title if model in LLAMAS else find(model).title
+
+
+@cache
+def cluster(name: str) -> ClusterSpec:
+    """``hap`` or one of ``MIXES``: hosts of one kind of GPU each."""
+    if name == "hap":
+        return ClusterSpec.load(ROOT / "examples" / "hap-paper.yaml")
+    hosts = ""
+    for i, (gpu, count) in enumerate(MIXES[name]):
+        link, network = FABRIC[gpu]
+        hosts += HOST.format(i=i, gpu=gpu, count=count, link=link, network=network)
+    return ClusterSpec.from_yaml(f"name: {name}\nbackend: nccl\nhosts:\n{hosts}")
+
+
+def captured(model: str, devices: int) -> Graph:
+    """The model's step; a model of the zoo with ``PER_DEVICE`` samples for each device."""
+    if model in LLAMAS:
+        return _graph(model, LLAMAS[model].build(), lambda tree: tree)
+    case, batch = find(model).build("real"), PER_DEVICE[model] * devices
+    old = next(iter(_tensors(case.inputs))).shape[0]
+    return _graph(model, case, lambda tree: _resized(tree, old, batch))
+
+
+def _graph(name: str, case: Case, resize: Callable[[Any], Any]) -> Graph:
+    inputs, targets = resize(case.inputs), resize(case.targets)
+    return capture(case.model, inputs, loss_fn=case.loss_fn, example_targets=targets, name=name)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    return [t for value in values for t in _tensors(value)]
+
+
+def _resized(tree: Any, old: int, new: int) -> Any:
+    """The same tree with tensors of ``old`` samples replaced by empty ones of ``new``."""
+    if isinstance(tree, Mapping):
+        return {k: _resized(v, old, new) for k, v in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_resized(v, old, new) for v in tree)
+    assert isinstance(tree, torch.Tensor)
+    return tree.new_empty((new, *tree.shape[1:])) if tree.shape[:1] == (old,) else tree

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from benchmarks.planning_astar import CLOCKS, TOLERANCE, compare, random_case, same
-from hap.search import astar, milp
+from hap.search import astar, milp, plan_graph
 from hap.search.astar import synthesise
 from hap.search.classes import find_classes
 from hap.search.milp import make_skeleton
 from hap.search.prices import Facts
 from hap.search.rounding import round_shares
+from hap.search.synthesis import plan_by_synthesis
 from hap.search.tables import Prices, Tables
 from hap.search.theory import background_theory, bill_prices, unmerged
 from tests.search.models import cluster, gpt2, mlp
@@ -77,3 +78,10 @@ def test_the_potentials_lead_straight_through_a_transformer(merged):
     other = milp.choose(prices.tables.skeleton, prices, barriers=True)
     assert found.seconds == pytest.approx(other.objective_s, rel=1e-5)
     assert found.expanded < 2 * len(bill.classes.nodes)
+
+
+def test_plans_alike_whichever_of_the_two_chooses_the_strategies():
+    choices, spec = mlp(256, 1024), FASTER_AND_SLOWER
+    synthesised, solved = plan_by_synthesis(choices, spec), plan_graph(choices, spec)
+    assert synthesised.provenance.solver["method"] == "astar"
+    assert synthesised.predicted.as_run_s == pytest.approx(solved.predicted.as_run_s, rel=1e-3)

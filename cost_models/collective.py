@@ -30,31 +30,46 @@ Beside the links, packing and joining pieces is a stage limited by memory bandwi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hap.cost_models.collective_routes import route_loads, routings
-from hap.cost_models.fold import MOST_WHOLE, Cluster, FoldedCluster, FoldedFabric
+from hap.cost_models.collective_form import (
+    CALL_S,
+    COPY_EFFICIENCY,
+    GLOO_ALL_TO_ALL_EFFICIENCY,
+    CollectiveForm,
+    Problem,
+    Stage,
+    shares,
+)
+from hap.cost_models.collective_formulas import formula, overlaps
+from hap.cost_models.collective_routes import routings
+from hap.cost_models.fold import MOST_WHOLE, Cluster
 from hap.cost_models.profile import CalibratedCluster
-from hap.fabric import Array, Fabric
+from hap.fabric import Fabric
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Collective
-from hap.routes import ROUTED, SEGMENT_BYTES, Way, segment_owners
+from hap.routes import ROUTED
 
-CALL_S = {"nccl": 6.6e-6, "gloo": 50e-6}  # NCCL src/graph/tuning.cc, ring LL base latency; Gloo assumed
-# Gloo posts all sends of an all-to-all at once and the streams collide: measured 1.50, 1.08, 1.05 times the bound for
-# even, 5:5:1:1 and 1:1:5:5 shares (collectives.md 3.6), 1.2 in the geometric mean.
-GLOO_ALL_TO_ALL_EFFICIENCY = 1 / 1.2
-GLOO_BROADCAST_EFFICIENCY = 0.5  # same table: trees are not pipelined, 567 ms where the busiest link needs 262
-COPY_EFFICIENCY = 0.8  # of memory bandwidth, assumed
+__all__ = [
+    "CALL_S",
+    "COPY_EFFICIENCY",
+    "GLOO_ALL_TO_ALL_EFFICIENCY",
+    "CollectiveForm",
+    "Forms",
+    "Stage",
+    "best_decomposition",
+    "candidates",
+    "collective_coefficients",
+    "collective_seconds",
+    "decompositions",
+    "formula_coefficients",
+    "overlaps",
+    "shares",
+]
 
-MOST_ROUTED = (
-    MOST_WHOLE  # ranks: trees of every owner grow with the square of the ranks; beyond, only the backends' own ways
-)
+# Trees of every owner grow with the square of the ranks; beyond so many, only the backends' own ways.
+MOST_ROUTED = MOST_WHOLE
 
 _DECOMPOSITIONS: Mapping[tuple[Collective, str], tuple[str, ...]] = {
     ("all_gather", "nccl"): ("all_to_all", "padded", "broadcast", "ring", "relay", "two_level"),
@@ -68,45 +83,6 @@ _DECOMPOSITIONS: Mapping[tuple[Collective, str], tuple[str, ...]] = {
     ("slice", "nccl"): ("local",),
     ("slice", "gloo"): ("local",),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """Rows that run side by side: seconds = max over rows of (constant + by_source @ rho + by_target @ sigma).
-
-    ``names`` (K,) says what each row is: a port, or a rank's device. ``constant`` (K,) seconds; ``by_source`` and
-    ``by_target`` (K, N) seconds per unit of share. ``in_memory``: packing and joining, not the wire.
-    """
-
-    names: tuple[str, ...]
-    constant: Array
-    by_source: Array
-    by_target: Array
-    in_memory: bool = False
-
-    def scaled(self, factor: float) -> Stage:
-        return replace(
-            self, constant=factor * self.constant, by_source=factor * self.by_source, by_target=factor * self.by_target
-        )
-
-    def rows(self, source: Array, target: Array) -> Array:
-        result: Array = self.constant + self.by_source @ source + self.by_target @ target
-        return result
-
-    def seconds(self, source: Array, target: Array) -> float:
-        return float(self.rows(source, target).max(initial=0.0))
-
-
-@dataclass(frozen=True, eq=False)
-class CollectiveForm:
-    """``constant_s`` plus the stages one after another. ``source`` and ``target`` are shares (N,); where a placement is
-    not a shard its argument is ignored (its coefficients are zero)."""
-
-    constant_s: float
-    stages: tuple[Stage, ...]
-
-    def seconds(self, source: Array, target: Array) -> float:
-        return self.constant_s + sum(stage.seconds(source, target) for stage in self.stages)
 
 
 def decompositions(kind: Collective, backend: str) -> tuple[str, ...]:
@@ -203,7 +179,7 @@ def collective_coefficients(
     form = formula_coefficients(kind, decomposition, nbytes, source, target, cluster, sizes=sizes)
     if not isinstance(cluster, CalibratedCluster) or (cluster.fabric.world_size == 1 and kind != "slice"):
         return form
-    problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
+    problem = Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
     return _as_measured(form, kind, decomposition, problem, cluster)
 
 
@@ -218,21 +194,14 @@ def formula_coefficients(
     sizes: GroupSizes | None = None,
 ) -> CollectiveForm:
     """The same before anything that was measured of the collective itself; of the links it may have been."""
-    problem = _Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
+    problem = Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
     if cluster.fabric.world_size == 1 and kind != "slice":
         return CollectiveForm(0.0, ())
-    return _form(problem, kind, decomposition)
-
-
-def _form(p: _Problem, kind: Collective, decomposition: str) -> CollectiveForm:
-    if kind == "slice":
-        return _slice(p)
-    known = _FORMS.get((kind, decomposition))
-    return known(p) if known else _routed(p, kind, Way.parse(decomposition))
+    return formula(problem, kind, decomposition)
 
 
 def _as_measured(
-    form: CollectiveForm, kind: Collective, decomposition: str, p: _Problem, cluster: CalibratedCluster
+    form: CollectiveForm, kind: Collective, decomposition: str, p: Problem, cluster: CalibratedCluster
 ) -> CollectiveForm:
     """The formula's wire stages scaled by what was measured of it, its memory stages replaced. A routing, which is one
     of many, takes what was measured of all of its name."""
@@ -247,257 +216,3 @@ def _as_measured(
     factor = found.factor(p.nbytes)
     wire = tuple(stage.scaled(factor) for stage in form.stages if not stage.in_memory)
     return CollectiveForm(factor * form.constant_s, (*wire, memory))
-
-
-def shares(placement: Placement, sizes: GroupSizes, world_size: int) -> Array:
-    """Each rank's fraction of the value (N,): ones where it is not sharded."""
-    if not isinstance(placement, Shard):
-        return np.ones(world_size)
-    return np.array(sizes[placement.group], dtype=np.float64) / placement.n
-
-
-@dataclass(frozen=True, eq=False)
-class _Problem:
-    cluster: Cluster
-    fabric: Fabric | FoldedFabric
-    nbytes: float
-    source: Placement
-    target: Placement
-    sizes: GroupSizes | None
-
-    @property
-    def n(self) -> int:
-        return self.fabric.world_size
-
-    @property
-    def width(self) -> int:
-        """The length of vectors: ranks, or classes of them."""
-        return len(self.cluster.devices)
-
-    @property
-    def is_gloo(self) -> bool:
-        return self.cluster.backend == "gloo"
-
-    def network(
-        self,
-        *,
-        constant: Array | None = None,
-        by_source: Array | None = None,
-        by_target: Array | None = None,
-        efficiency: float = 1.0,
-    ) -> Stage:
-        """A stage with one row per port from the *bytes* it carries."""
-        k, per_byte = len(self.fabric.rates), 1.0 / (self.fabric.rates * efficiency)
-        nothing = np.zeros((k, self.width))
-        return Stage(
-            self.fabric.names,
-            (np.zeros(k) if constant is None else constant) * per_byte,
-            nothing if by_source is None else by_source * per_byte[:, None],
-            nothing if by_target is None else by_target * per_byte[:, None],
-        )
-
-    def by_rank(
-        self,
-        *,
-        constant: Array | float = 0.0,
-        source: Array | float = 0.0,
-        target: Array | float = 0.0,
-        in_memory: bool = False,
-    ) -> Stage:
-        """A stage with one row per rank, each depending on its own shares only: seconds and seconds per share."""
-        zeros = np.zeros(self.width)
-        names = tuple(d.name for d in self.cluster.devices)
-        return Stage(names, zeros + constant, np.diag(zeros + source), np.diag(zeros + target), in_memory)
-
-    @property
-    def call_s(self) -> float:
-        """Before anything is sent; where it was measured it is no part of the formula."""
-        return 0.0 if isinstance(self.cluster, CalibratedCluster) else CALL_S[self.cluster.backend]
-
-    @property
-    def copy_s(self) -> Array:
-        """Seconds for each rank to read and write the whole value once in its own memory."""
-        bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
-        seconds: Array = 2.0 * self.nbytes / (COPY_EFFICIENCY * bandwidth)
-        return seconds
-
-    @property
-    def exchange_latency_s(self) -> float:
-        """Every rank sends to every other, one message after another."""
-        return self.call_s + self.fabric.exchange_latency_s
-
-    @property
-    def all_to_all_efficiency(self) -> float:
-        return GLOO_ALL_TO_ALL_EFFICIENCY if self.is_gloo and not isinstance(self.cluster, CalibratedCluster) else 1.0
-
-    def ring_latency_s(self, steps: int) -> float:
-        return self.call_s + steps * self.fabric.ring_latency_s
-
-    @property
-    def ring_s_per_byte(self) -> float:
-        """Seconds of one step in which every rank sends one byte to its successor."""
-        return float((self.fabric.edges.sum(axis=1) / self.fabric.rates).max())
-
-
-def _slice(p: _Problem) -> CollectiveForm:
-    launch = np.array([d.launch_s for d in p.cluster.devices])
-    return CollectiveForm(0.0, (p.by_rank(constant=launch, target=p.copy_s, in_memory=True),))
-
-
-def _gather_exchange(p: _Problem) -> CollectiveForm:
-    carried = p.nbytes * p.fabric.senders * p.fabric.receivers.sum(axis=1)[:, None]
-    stage = p.network(by_source=carried, efficiency=p.all_to_all_efficiency)
-    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
-
-
-def _gather_padded(p: _Problem) -> CollectiveForm:
-    steps = p.n - 1
-    stage = p.by_rank(source=steps * p.nbytes * p.ring_s_per_byte)
-    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
-
-
-def _gather_broadcast(p: _Problem) -> CollectiveForm:
-    if p.is_gloo:
-        depth = math.ceil(math.log2(p.n))
-        stage = p.network(by_source=p.nbytes * _trees(p), efficiency=GLOO_BROADCAST_EFFICIENCY)
-        latency = p.n * p.call_s + depth * p.fabric.largest_latency_s
-        return CollectiveForm(latency, (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
-    stage = p.network(constant=p.nbytes * p.fabric.edges.sum(axis=1), by_source=-p.nbytes * p.fabric.arriving)
-    return CollectiveForm(p.ring_latency_s(p.n - 1), (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
-
-
-def _trees(p: _Problem) -> Array:
-    """(K, N): how often port k is crossed when rank i's bytes go down the binomial tree from i."""
-    carried = np.zeros_like(p.fabric.senders)
-    for root in range(p.n):
-        reach = 1
-        while reach < p.n:
-            for holder in range(min(reach, p.n - reach)):
-                src, dst = (root + holder) % p.n, (root + holder + reach) % p.n
-                carried[:, root] += p.fabric.senders[:, src] * p.fabric.receivers[:, dst]
-            reach *= 2
-    return carried
-
-
-def _reduce_ring(p: _Problem) -> CollectiveForm:
-    steps = 2 * (p.n - 1)
-    latency = p.ring_latency_s(steps)
-    if not p.is_gloo:
-        depth = 2 * math.ceil(math.log2(p.n))
-        latency = min(latency, p.call_s + depth * p.fabric.largest_latency_s)
-    seconds = steps * (p.nbytes / p.n) * p.ring_s_per_byte
-    return CollectiveForm(latency + seconds, ())
-
-
-def _scatter_exchange(p: _Problem) -> CollectiveForm:
-    carried = p.nbytes * p.fabric.receivers * p.fabric.senders.sum(axis=1)[:, None]
-    stage = p.network(by_target=carried, efficiency=p.all_to_all_efficiency)
-    summing = p.copy_s * (p.n + 1) / 2  # N pieces read, one written
-    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(constant=p.copy_s, target=summing, in_memory=True)))
-
-
-def _scatter_padded(p: _Problem) -> CollectiveForm:
-    steps = (2 if p.is_gloo else 1) * (p.n - 1)
-    stage = p.by_rank(target=steps * p.nbytes * p.ring_s_per_byte)
-    return CollectiveForm(p.ring_latency_s(steps), (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
-
-
-def _routed(p: _Problem, kind: Collective, way: Way) -> CollectiveForm:
-    loads = route_loads(way, _whole(p))
-    latency = p.call_s + loads.latency_s
-    again = min(p.nbytes, SEGMENT_BYTES) * loads.pass_on_s_per_byte
-    if kind == "all_gather":
-        stage = p.network(by_source=p.nbytes * loads.down)
-        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s, in_memory=True)))
-    if kind == "reduce_scatter":
-        stage = p.network(by_target=p.nbytes * loads.up)
-        summing = p.copy_s * (p.n + 1) / 2
-        return CollectiveForm(latency + again, (stage, p.by_rank(constant=p.copy_s, target=summing, in_memory=True)))
-    assert kind == "all_reduce", f"{kind} has no decomposition {way}"
-    owners = segment_owners(way, p.n)
-    turns = np.bincount(owners, minlength=p.n) / len(owners)
-    first = min(p.nbytes / len(owners), SEGMENT_BYTES) * loads.turn_s_per_byte
-    busiest = float((p.nbytes * ((loads.down + loads.up) @ turns) / p.fabric.rates).max())
-    return CollectiveForm(p.call_s + 2 * loads.latency_s + 2 * again + first + busiest, ())
-
-
-def _whole(p: _Problem) -> Fabric:
-    assert isinstance(p.fabric, Fabric), "routes are of ranks, not of classes"
-    return p.fabric
-
-
-def _direct(p: _Problem) -> CollectiveForm:
-    return _exchange(p, p.all_to_all_efficiency)
-
-
-def _paired(p: _Problem) -> CollectiveForm:
-    return _exchange(p, 1.0)
-
-
-def _exchange(p: _Problem, efficiency: float) -> CollectiveForm:
-    """Port k carries at most rho(S_k) B and at most sigma(R_k) B; the row uses the smaller of the two sets."""
-    sends_less = p.fabric.senders.sum(axis=1) <= p.fabric.receivers.sum(axis=1)
-    by_source = p.nbytes * p.fabric.senders * sends_less[:, None]
-    by_target = p.nbytes * p.fabric.receivers * ~sends_less[:, None]
-    if p.sizes is not None:
-        source, target = (shares(placement, p.sizes, p.width) for placement in (p.source, p.target))
-        bound = by_source @ source + by_target @ target
-        carried = p.nbytes * _carried(p, source, target)
-        exact = np.divide(carried, bound, out=np.ones_like(bound), where=bound > 0)
-        by_source, by_target = by_source * exact[:, None], by_target * exact[:, None]
-    stage = p.network(by_source=by_source, by_target=by_target, efficiency=efficiency)
-    return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(source=p.copy_s, target=p.copy_s, in_memory=True)))
-
-
-def _carried(p: _Problem, rho: Array, sigma: Array) -> Array:
-    """(K,): the fraction of the value that crosses every port."""
-    if not _same_ranges(p.source, p.target):
-        independent: Array = (p.fabric.senders @ rho) * (p.fabric.receivers @ sigma)
-        return independent
-    if isinstance(p.cluster, FoldedCluster):
-        assert isinstance(p.fabric, FoldedFabric)
-        whole = replace(p, cluster=p.cluster.whole, fabric=p.cluster.whole.fabric)
-        of = list(p.cluster.of)
-        return p.fabric.busiest(_carried(whole, rho[of], sigma[of]))
-    return _whole(p).crossing(*_common(rho, sigma))
-
-
-def _common(rho: Array, sigma: Array) -> tuple[NDArray[np.intp], NDArray[np.intp], Array]:
-    """Ranges of lengths rho and of lengths sigma over the same index: which two overlap, and by how much."""
-    have, want = np.cumsum(rho), np.cumsum(sigma)
-    ends = np.unique(np.concatenate([have, want]))
-    begins = np.concatenate([[0.0], ends[:-1]])
-    middle, last = (begins + ends) / 2, len(rho) - 1
-    i, j = (np.minimum(np.searchsorted(edge, middle, side="right"), last) for edge in (have, want))
-    return i, j, ends - begins
-
-
-def _same_ranges(source: Placement, target: Placement) -> bool:
-    assert isinstance(source, Shard) and isinstance(target, Shard)
-    return source.dim == target.dim and source.outer == target.outer
-
-
-def overlaps(source: Placement, target: Placement, rho: Array, sigma: Array) -> Array:
-    """(N, N): the fraction of the value that rank i holds and rank j wants.
-
-    Two shards of one dim with the same outer factor are ranges of the same index, and overlap as ranges do. Any other
-    two are taken as independent, which is exact for two different dims.
-    """
-    if not _same_ranges(source, target):
-        return np.outer(rho, sigma)
-    have, want = np.cumsum(rho), np.cumsum(sigma)
-    low = np.maximum.outer(have - rho, want - sigma)
-    high = np.minimum.outer(have, want)
-    return np.maximum(high - low, 0.0)
-
-
-_FORMS: Mapping[tuple[Collective, str], Callable[[_Problem], CollectiveForm]] = {
-    ("all_gather", "all_to_all"): _gather_exchange,
-    ("all_gather", "padded"): _gather_padded,
-    ("all_gather", "broadcast"): _gather_broadcast,
-    ("all_reduce", "ring"): _reduce_ring,
-    ("reduce_scatter", "all_to_all_sum"): _scatter_exchange,
-    ("reduce_scatter", "padded"): _scatter_padded,
-    ("all_to_all", "direct"): _direct,
-    ("all_to_all", "pairs"): _paired,
-}

@@ -98,7 +98,7 @@ def as_bytes(piece: torch.Tensor) -> torch.Tensor:
     """
     flat = piece.contiguous().reshape(-1)
     if flat.numel() == 1:
-        flat = flat.clone(memory_format=torch.contiguous_format)
+        flat = flat.as_strided((1,), (1,))  # a view, since a broadcast writes here
     return flat.view(torch.uint8)
 
 

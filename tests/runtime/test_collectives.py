@@ -181,6 +181,13 @@ def test_one_element_of_a_column_travels_as_bytes() -> None:
     assert as_bytes(column).view(torch.float64).tolist() == [9.0]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,)])
+def test_bytes_are_the_tensors_own_so_that_a_broadcast_arrives(shape: tuple[int, ...]) -> None:
+    tensor = torch.full(shape, 7, dtype=torch.int64)
+    as_bytes(tensor).zero_()
+    assert not tensor.any()
+
+
 def test_one_rank_may_hold_everything() -> None:
     assert run_ranks(3, nobody_holds_anything_but_rank_one) == [[[0, 1, 2]] * len(DECOMPOSITIONS["all_gather"])] * 3
 

@@ -213,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             worse += row.pop() > 1.0 + ROUNDING  # type: ignore[operator]
             rows.append(row)
             print(*row, file=sys.stderr, flush=True)
-    report.figure("cases", len(rows))
-    report.figure("cases_where_ours_is_worse", worse)
+    report.figure("hap_cases", len(rows))
+    report.figure("hap_cases_where_ours_is_worse", worse)
     if by_hap:
         columns = (
             "model",

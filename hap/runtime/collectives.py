@@ -83,6 +83,7 @@ class Communicator:
         self._routes: dict[tuple[Layout, Layout], Indices] = {}
         self._lanes: list[tuple[Lane, dist.ProcessGroup]] = []
         self._started = 0  # the same number on every rank
+        self._fitting: set[tuple[object, ...]] = set()  # calls whose pieces were found to have the layout's extents
 
     @contextmanager
     def wire(self) -> Iterator[None]:
@@ -251,6 +252,22 @@ class Communicator:
         held: Layout | None = None,
     ) -> None:
         """Refuse an unknown decomposition or a piece of the wrong extent; in check mode compare across ranks too."""
+        call = (kind, decomposition, tuple(value.shape), layouts)
+        if call not in self._fitting:
+            self._verify_extents(kind, decomposition, value, layouts, held)
+            self._fitting.add(call)
+        if self.check:
+            whole = tuple(value.shape) if held is None else held.whole_shape(value.shape)
+            self.agree(kind, (kind, decomposition, layouts, whole, str(value.dtype)))
+
+    def _verify_extents(
+        self,
+        kind: Collective,
+        decomposition: str,
+        value: torch.Tensor,
+        layouts: tuple[Layout, ...],
+        held: Layout | None,
+    ) -> None:
         if not is_decomposition(kind, decomposition, self.world_size):
             known = ", ".join(DECOMPOSITIONS[kind])
             raise ProgramError(f"{kind}: unknown decomposition {decomposition!r} (known: {known})")
@@ -261,6 +278,3 @@ class Communicator:
             same_dim = held is not None and layout is not held and layout.dim == held.dim
             if not same_dim and tuple(value.shape) != expected:
                 raise ProgramError(f"{kind}: rank {self.rank} holds {tuple(value.shape)}, the layout says {expected}")
-        if self.check:
-            whole = tuple(value.shape) if held is None else held.whole_shape(value.shape)
-            self.agree(kind, (kind, decomposition, layouts, whole, str(value.dtype)))

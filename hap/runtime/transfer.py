@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hap.codegen.layout import Layout
-from hap.placement import Sizes, join_shards
+from hap.placement import Sizes
 from hap.routes import ROUTED, Way
 from hap.runtime import exchange
 from hap.runtime.p2p import perform, swap
@@ -52,7 +52,7 @@ class Gather:
         self.here, self.how, self.values = here, how, values
         self.layouts = [found for (found,) in layouts]
         self.shapes = [
-            [layout.local_shape(value.shape, r) for r in range(here.world_size)]
+            _shapes(layout, tuple(value.shape), here.world_size)
             for value, layout in zip(values, self.layouts, strict=True)
         ]
         self.nbytes = [
@@ -92,7 +92,7 @@ class Gather:
                 results.append(exchange.from_bytes(self.flat, value.dtype, layout.whole_shape(value.shape)))
                 continue
             pieces = [exchange.from_bytes(r, value.dtype, shape) for r, shape in zip(raw, shapes, strict=True)]
-            results.append(join_shards(pieces, layout.shard, layout.sizes).contiguous())
+            results.append(layout.join(pieces))
         return results
 
 
@@ -131,10 +131,8 @@ class Scatter:
         ]
 
     def pack(self) -> None:
-        parts = [
-            [layout.take(value, r).reshape(-1) for value, layout in zip(self.values, self.layouts, strict=True)]
-            for r in range(self.here.world_size)
-        ]
+        dealt = [layout.deal(value) for value, layout in zip(self.values, self.layouts, strict=True)]
+        parts = [[pieces[r].reshape(-1) for pieces in dealt] for r in range(self.here.world_size)]
         self.lengths = [sum(p.numel() for p in row) for row in parts]
         self.flat = torch.cat([p for row in parts for p in row])
 
@@ -227,7 +225,7 @@ class Swap:
         self, value: torch.Tensor, source: Layout, target: Layout, pieces: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         if source.dim != target.dim:
-            return join_shards(pieces, source.shard, source.sizes).contiguous()
+            return source.join(pieces)
         result = value.new_empty(target.local_shape(value.shape, self.here.rank))
         for where, piece in zip(self.routes[source, target].arriving, pieces, strict=True):
             result.index_copy_(source.dim, where, piece)
@@ -291,6 +289,12 @@ def _scatter_schedule(how: str, lengths: Sizes, itemsize: int) -> tuple[Message,
 @lru_cache(maxsize=1024)
 def _reduce_schedule(how: str, length: int, world_size: int, itemsize: int) -> tuple[Message, ...]:
     return reduce_messages(_way(how), length, world_size, itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _shapes(layout: Layout, shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Of every rank's piece, from that of any."""
+    return tuple(layout.local_shape(shape, rank) for rank in range(world_size))
 
 
 def _way(how: str) -> Way:

@@ -1,0 +1,98 @@
+"""Plans are chosen by the step of their programs as they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hap.capture import capture, interpret, source_values
+from hap.codegen.lowering import lower
+from hap.codegen.passes.runner import run_passes, standard_passes
+from hap.cost_models.evaluate import evaluate
+from hap.plan import Plan
+from hap.rules.choices import Choices, choices
+from hap.runtime.lockstep import run_lockstep
+from hap.search import Pins, plan_graph
+from hap.search.judge import played
+from tests.search.models import cluster, mlp
+
+SMALL = mlp(batch=256, width=256)
+EVERY_PASS = ("renames", "dead_code", "fuse", "sink", "bucket", "overlap")
+DATA_PARALLEL = Pins(placements={"*": "R", "args.0": "S(0)"})
+ZERO = Pins(placements={"*": "S(0)", "args.0": "S(0)"})
+
+
+def as_run(found: Choices, plan: Plan, on: object, off: tuple[str, ...] = ()) -> float:
+    return played(found.graph, plan, lower(found.graph, plan), on, off=off).step_s  # type: ignore[arg-type]
+
+
+def test_without_passes_it_is_the_bulk_synchronous_step_and_the_packing() -> None:
+    """An all-reduce copies its value once into a flat tensor (8 bytes moved for each float32, at 80 % of the memory's
+    rate) and makes 11 calls, which a bulk-synchronous step leaves out. All devices are alike, so they add up."""
+    on = cluster((1, "1GB"), (1, "1GB"), network="1GB/s")
+    plan = plan_graph(SMALL, on, pins=DATA_PARALLEL)
+    sums = [c for c in plan.conversions if c.collective == "all_reduce"]
+    assert len(sums) == len([c for c in plan.conversions if c.collective != "slice"]) >= 5
+    packing = sum(2 * c.nbytes / (0.8 * 2e12) + 11 * on.devices[0].launch_s for c in sums)
+    strategies = {name: plan.strategy(name) for name in plan.strategies}
+    added = evaluate(SMALL.graph, strategies, plan.sizes, on)
+    assert plan.predicted.step_s == pytest.approx(added.step_s)
+    assert as_run(SMALL, plan, on, EVERY_PASS) == pytest.approx(added.step_s + packing)
+
+
+def test_bundles_pay_their_latency_once() -> None:
+    """Four gradients and the loss, at 6 steps of 10 ms and more each: all but one of the gradients' are saved."""
+    on = cluster(*[(1, "1GB")] * 4, network="10GB/s", latency="10ms")
+    plan = plan_graph(SMALL, on, pins=DATA_PARALLEL)
+    alone, bundled = as_run(SMALL, plan, on, ("bucket", "overlap")), as_run(SMALL, plan, on, ("overlap",))
+    sums = len([c for c in plan.conversions if c.collective == "all_reduce" and c.phase == "backward"])
+    latency = 4 * 10e-3  # NCCL's tree: up and down, log2(4) deep each
+    assert alone - bundled == pytest.approx((sums - 1) * latency, rel=0.05)
+    assert plan.predicted.overlapped_s is not None and plan.predicted.overlapped_s <= bundled * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("network", ["0.05GB/s", "1GB/s", "100GB/s"])
+def test_no_plan_runs_longer_than_data_parallel_or_zero(network: str) -> None:
+    on = cluster((2, "1GB"), (2, "1GB"), (1, "1GB"), network=network)
+    free = plan_graph(SMALL, on).predicted.overlapped_s
+    assert free is not None
+    for pins in (DATA_PARALLEL, ZERO):
+        pinned = plan_graph(SMALL, on, pins=pins, effort="quick").predicted.overlapped_s
+        assert pinned is not None and free <= 1.01 * pinned
+
+
+def factors() -> tuple[Choices, nn.Module, torch.Tensor]:
+    """Two wide layers, two samples."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(96, 96), nn.ReLU(), nn.Linear(96, 96)).double()
+    x = torch.randn(2, 96, dtype=torch.float64)
+    return choices(capture(model, x, loss_fn=nn.functional.mse_loss, example_targets=x)), model, x
+
+
+def test_sends_the_factors_of_a_weight_gradient_where_they_are_smaller() -> None:
+    """A gradient has 96 x 96 numbers, its factors 2 x 96 each: on a slow link both are gathered and multiplied on
+    every rank, as the rules of a matmul's gradient allow. No rule is for it alone."""
+    found, model, x = factors()
+    on = cluster((1, "1GB"), (1, "1GB"), network="1MB/s", latency="1us")
+    pins = Pins(placements={"*": "R", "args.0": "S(0)"}, sizes={"batch": (1, 1)})
+    plan = plan_graph(found, on, pins=pins)
+    gradient = 96 * 96 * 8
+    assert all(c.nbytes < gradient for c in plan.conversions if c.collective == "all_reduce")
+    gathered = [c for c in plan.conversions if c.collective == "all_gather" and c.nbytes == 2 * 96 * 8]
+    assert len(gathered) >= 2
+    values = interpret(found.graph, source_values(found.graph, model, x, x, tangent=1.0))
+    step = run_lockstep(run_passes(lower(found.graph, plan), standard_passes()).program, values, check=True)
+    for target, value in found.graph.gradients.items():
+        torch.testing.assert_close(step.gradients[target], values[value], rtol=1e-10, atol=1e-12)
+
+
+def test_sends_the_gradient_where_it_is_smaller() -> None:
+    """512 samples of 16: a gradient of 16 x 16 numbers, factors of 512 x 16."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        x = torch.empty(512, 16)
+    found = choices(capture(model, x, loss_fn=nn.functional.mse_loss, example_targets=x))
+    plan = plan_graph(found, cluster((1, "1GB"), (1, "1GB"), network="1MB/s", latency="1us"), pins=DATA_PARALLEL)
+    assert sum(c.nbytes == 16 * 16 * 4 for c in plan.conversions if c.collective == "all_reduce") == 2
+    assert not [c for c in plan.conversions if c.collective == "all_gather" and c.nbytes == 512 * 16 * 4]

@@ -87,13 +87,18 @@ class FoldedCluster:
         fabric = self.whole.fabric
         members = np.zeros((len(self.of), len(self.first)))
         members[range(len(self.of)), list(self.of)] = 1.0
-        tables = [t @ members for t in (fabric.senders, fabric.receivers, fabric.edges, fabric.arriving)]
+        tables = senders, receivers, edges, arriving = [
+            t @ members for t in (fabric.senders, fabric.receivers, fabric.edges, fabric.arriving)
+        ]
         both = np.concatenate([fabric.rates[:, None], *tables], axis=1)
         _, kept, row_of = np.unique(both, axis=0, return_index=True, return_inverse=True)
         return FoldedFabric(
             tuple(fabric.ports[k].name for k in kept),
             fabric.rates[kept],
-            *(t[kept] for t in tables),
+            senders[kept],
+            receivers[kept],
+            edges[kept],
+            arriving[kept],
             row_of=row_of.ravel(),
             world_size=fabric.world_size,
             exchange_latency_s=fabric.exchange_latency_s,

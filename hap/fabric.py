@@ -86,7 +86,8 @@ class Fabric:
         within = np.arange(len(pair)) - np.repeat(np.cumsum(counts) - counts, counts)
         port = ports[begin[source][pair] + within]
         weight = amount[pair] * self.receivers[port, target[pair]]
-        return np.bincount(port, weights=weight, minlength=len(self.ports))
+        carried: Array = np.bincount(port, weights=weight, minlength=len(self.ports)).astype(np.float64)
+        return carried
 
     @cached_property
     def exchange_latency_s(self) -> float:

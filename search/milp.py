@@ -26,11 +26,12 @@ not: the objective is a lower estimate at these sizes. With ``barriers=True`` ev
 ``T = sum_{a,i} max_r seconds[a,i,r] x[a,i]``: an upper estimate, exact where shares match speeds, and solved several
 times faster, as no dense row is left. ``evaluate`` decides between the two.
 
-With x integral all f and c are fixed by the rows, so only x is declared integer. No conversion makes a ``Partial``:
-such pairs do not exist. The rows up to "together" do not depend on sizes: a ``Skeleton`` is built once and priced
-often. With ``regather`` a parameter is converted once in the forward and once in the backward phase, and has one c for
-each. This is the transportation form of feasibility.md section 5, whose LP relaxation is nearly integral; "a product
-variable per pair of strategies" and "materialise" are far weaker.
+Memory is asked about only where the choice without it would not fit. With x integral all f and c are fixed by the rows,
+so only x is declared integer. No conversion makes a ``Partial``: such pairs do not exist. The rows up to "together" do
+not depend on sizes: a ``Skeleton`` is built once and priced often. With ``regather`` a parameter is converted once in
+the forward and once in the backward phase, and has one c for each. This is the transportation form of feasibility.md
+section 5, whose LP relaxation is nearly integral; "a product variable per pair of strategies" and "materialise" are
+far weaker.
 """
 
 from __future__ import annotations
@@ -226,20 +227,28 @@ def choose(
     ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread,
     fixed seed, at most ``nodes`` branch-and-bound nodes.
     """
-    proto = _priced(skeleton, prices, barriers)
-    for a, options in (forced or {}).items():
-        for i, variable in enumerate(skeleton.x[a]):
-            proto.variables.upper_bounds[variable] = 1.0 if i in options else 0.0
-    model = mathopt.Model.from_model_proto(proto)
-    highs = highs_pb2.HighsOptionsProto()
-    highs.string_options["parallel"] = "off"
-    parameters = mathopt.SolveParameters(random_seed=SEED, relative_gap_tolerance=gap, node_limit=nodes, highs=highs)
-    result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
-    if not result.has_primal_feasible_solution():
-        return None
-    values = {variable.id: value for variable, value in result.variable_values().items()}
+    found = prices.coefficients()
+    for limited in (False, True):
+        proto = _priced(skeleton, found, barriers, limited)
+        for a, options in (forced or {}).items():
+            for i, variable in enumerate(skeleton.x[a]):
+                proto.variables.upper_bounds[variable] = 1.0 if i in options else 0.0
+        model = mathopt.Model.from_model_proto(proto)
+        highs = highs_pb2.HighsOptionsProto()
+        highs.string_options["parallel"] = "off"
+        parameters = mathopt.SolveParameters(
+            random_seed=SEED, relative_gap_tolerance=gap, node_limit=nodes, highs=highs
+        )
+        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
+        if not result.has_primal_feasible_solution():
+            return None
+        values = np.zeros(len(skeleton.names) + 1)
+        for variable, value in result.variable_values().items():
+            values[variable.id] = value
+        if limited or _fits(found, values[:-1]):
+            break
     return Choice(
-        picks=tuple(_largest([values[v] for v in terms]) for terms in skeleton.x),
+        picks=tuple(_largest(values[terms].tolist()) for terms in skeleton.x),
         objective_s=result.objective_value() / MS,
         bound_s=result.dual_bound() / MS,
         variables=model.get_num_variables(),
@@ -248,38 +257,39 @@ def choose(
     )
 
 
-def _priced(skeleton: Skeleton, prices: Priced, barriers: bool) -> model_pb2.ModelProto:
-    """The whole program: skeleton, objective, and the device rows of every kind of rank."""
+def _fits(found: Coefficients, values: Array) -> bool:
+    """Whether a point of the program without memory rows obeys them."""
+    return bool(((found.held_bytes @ values) * GB <= found.capacity_bytes * GB + SMALLEST).all())
+
+
+def _priced(skeleton: Skeleton, found: Coefficients, barriers: bool, limited: bool) -> model_pb2.ModelProto:
+    """The whole program: skeleton, objective, and the device rows of every kind of rank; of memory, if ``limited``."""
     slowest, width = len(skeleton.names), len(skeleton.names) + 1
-    found = prices.coefficients()
     together_ms, compute_ms = found.together_s * MS, found.compute_s * MS
     if barriers:
-        together_ms, compute_ms = together_ms + compute_ms.max(axis=0), np.zeros_like(compute_ms)
+        together_ms, compute_ms = together_ms + compute_ms.max(axis=0), compute_ms[:0]
     together_ms = np.append(together_ms, 1.0)
-    compute_ms = np.append(compute_ms, np.full((len(compute_ms), 1), -1.0), axis=1)
-    moments, kinds = found.held_bytes.shape[:2]
-    held_gb = np.append(found.held_bytes * GB, np.zeros((moments, kinds, 1)), axis=2)
-    dense = np.concatenate([*([] if barriers else [compute_ms]), *held_gb])
-    dense[np.abs(dense) < SMALLEST] = 0.0
-    names = [] if barriers else [f"compute[{r}]" for r in range(kinds)]
-    names += [f"memory[{r},{m}]" for m in range(moments) for r in range(kinds)]
-    upper = [0.0] * (0 if barriers else kinds) + (found.capacity_bytes * GB).tolist() * moments
+    dense = [np.append(compute_ms, np.full((len(compute_ms), 1), -1.0), axis=1)]
+    upper = [0.0] * len(compute_ms)
+    for held in found.held_bytes if limited else ():
+        dense.append(np.append(held * GB, np.zeros((len(held), 1)), axis=1))
+        upper += (found.capacity_bytes * GB).tolist()
+    rows = np.concatenate(dense)
+    rows[np.abs(rows) < SMALLEST] = 0.0
 
     proto = model_pb2.ModelProto(name="strategies")
     proto.variables.ids.extend(range(width))
     proto.variables.lower_bounds.extend([0.0] * width)
     proto.variables.upper_bounds.extend([1.0] * slowest + [np.inf])
     proto.variables.integers.extend([*skeleton.integers, False])
-    proto.variables.names.extend([*skeleton.names, "T"])
     used = np.flatnonzero(np.abs(together_ms) >= SMALLEST)
     proto.objective.linear_coefficients.ids.extend(used.tolist())
     proto.objective.linear_coefficients.values.extend(together_ms[used].tolist())
     first = len(skeleton.row_names)
-    proto.linear_constraints.ids.extend(range(first + len(names)))
-    proto.linear_constraints.lower_bounds.extend([lb for lb, _ in skeleton.row_bounds] + [-np.inf] * len(names))
+    proto.linear_constraints.ids.extend(range(first + len(rows)))
+    proto.linear_constraints.lower_bounds.extend([lb for lb, _ in skeleton.row_bounds] + [-np.inf] * len(rows))
     proto.linear_constraints.upper_bounds.extend([ub for _, ub in skeleton.row_bounds] + upper)
-    proto.linear_constraints.names.extend([*skeleton.row_names, *names])
-    fill_matrix(proto, skeleton.entries, dense, first)
+    fill_matrix(proto, skeleton.entries, rows, first)
     return proto
 
 
@@ -287,14 +297,17 @@ def fill_matrix(
     proto: model_pb2.ModelProto, entries: Sequence[tuple[int, int, float]], dense: Array, first: int
 ) -> None:
     """Sparse entries, then ``dense`` rows from row ``first`` on; sorted by row and column, equal places added up."""
-    total: dict[tuple[int, int], float] = {}
-    for row, column, value in entries:
-        total[row, column] = total.get((row, column), 0.0) + value
-    kept = sorted((place, value) for place, value in total.items() if value)
+    matrix, width = proto.linear_constraint_matrix, len(proto.variables.ids)
+    table = np.array(entries, dtype=np.float64).reshape(len(entries), 3)
+    places, inverse = np.unique(
+        table[:, 0].astype(np.int64) * width + table[:, 1].astype(np.int64), return_inverse=True
+    )
+    values = np.bincount(inverse, weights=table[:, 2], minlength=len(places))
+    kept = values != 0.0
     rows, columns = np.nonzero(dense)
-    proto.linear_constraint_matrix.row_ids.extend([r for (r, _), _ in kept] + (rows + first).tolist())
-    proto.linear_constraint_matrix.column_ids.extend([c for (_, c), _ in kept] + columns.tolist())
-    proto.linear_constraint_matrix.coefficients.extend([v for _, v in kept] + dense[rows, columns].tolist())
+    matrix.row_ids.extend([*(places[kept] // width).tolist(), *(rows + first).tolist()])
+    matrix.column_ids.extend([*(places[kept] % width).tolist(), *columns.tolist()])
+    matrix.coefficients.extend([*values[kept].tolist(), *dense[rows, columns].tolist()])
 
 
 def _grouped(placements: Sequence[Placement], terms: Terms) -> dict[Placement, Terms]:

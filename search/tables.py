@@ -146,8 +146,9 @@ class Tables:
 
     def _named(self, placement: Placement) -> Placement:
         if placement not in self._names:
-            group = self.same.get(placement.group) if isinstance(placement, Shard) else None
-            self._names[placement] = placement if group is None else replace(placement, group=group)  # type: ignore[type-var]
+            self._names[placement] = placement
+            if isinstance(placement, Shard) and placement.group in self.same:
+                self._names[placement] = replace(placement, group=self.same[placement.group])
         return self._names[placement]
 
     def _conversions(self, number: int, payer: ConversionPayer) -> None:

@@ -2,12 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hap.conversion import find_needs
 from hap.cost_models import best_decomposition, evaluate, simulate
+from hap.cost_models.sequence import Local
+from hap.cost_models.timeline import Await, Issue, play
 from hap.plan import Strategy
 from hap.report.trace import to_trace
 from tests.cost_models.build import IDEAL, KEPT, P, R, cluster, data_parallel, relu_step
@@ -68,6 +71,28 @@ def test_an_overlapped_collective_is_waited_for_by_its_reader() -> None:
     blocking = simulate(relu_step(), strategies, sizes, TWO, model=IDEAL)
     hidden = simulate(relu_step(), strategies, sizes, TWO, model=IDEAL, overlapped=needs)
     assert hidden.step_s == pytest.approx(blocking.step_s)
+
+
+def test_events_by_hand() -> None:
+    """Ranks compute 1 and 2 s; a collective of 3 s runs beside 2 and 1 s of compute, then a second one behind it.
+
+    The first starts when the slower rank issues it, at 2 s, and ends at 5 s. The second is issued at 3 s by both and
+    has the wire from 5 to 6 s. Rank 0 waits from 3 to 6 s, of which the wire is busy all the time.
+    """
+    events = [
+        Local("a", "forward", np.array([1.0, 2.0])),
+        Issue("first", "x", "all_reduce", 3.0),
+        Local("b", "backward", np.array([2.0, 1.0])),
+        Issue("second", "y", "all_reduce", 1.0),
+        Await("second"),
+        Await("first"),
+        Local("c", "update", np.array([0.5, 0.5])),
+    ]
+    found = play(events, ("left", "right"))
+    assert found.step_s == 6.5 and found.busy_s == (3.5, 3.5)
+    wire = [(s.name, s.start_s, s.end_s) for s in found.spans if s.stream == "communication"]
+    assert wire == [("x", 2.0, 5.0), ("y", 5.0, 6.0)]
+    assert [s.name for s in found.critical_path] == ["a", "x", "y", "c"]
 
 
 def test_the_trace_opens() -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RuleError,
     )
     from hap.plan import Plan
+    from hap.rules.discover import discover_rule
     from hap.rules.register import register_rule
     from hap.runtime.program import HapProgram
     from hap.search.pins import Pins
@@ -47,6 +48,7 @@ __all__ = [
     "ProgramError",
     "RuleError",
     "compile",
+    "discover_rule",
     "plan",
     "python_source",
     "register_rule",
@@ -58,6 +60,7 @@ _HOMES = {
     "Pins": "hap.search.pins",
     "Plan": "hap.plan",
     "compile": "hap.api",
+    "discover_rule": "hap.rules.discover",
     "python_source": "hap.api",
     "register_rule": "hap.rules.register",
 }

@@ -33,6 +33,7 @@ SURFACE = {
     ],
     "rules": [],
     "rules check": [*MODEL, "--op", "--json"],
+    "rules discover": [*MODEL, "--op", "--json"],
     "run": ["-c", "--cluster", "--host", "--master", "--json"],
 }
 

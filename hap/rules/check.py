@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from hap.errors import MissingRuleError
 from hap.graph import Graph
+from hap.rules.discover import discover, refusal
 from hap.rules.notation import Call, call_key, make_call
 from hap.rules.prove import LARGEST, Proof, Verdict, call_elements, prove_call, row_strategies
 from hap.rules.table import DEFAULT_TABLE, RuleTable, call_rows
@@ -50,6 +51,35 @@ class Checked:
         if self.skipped and not self.proved:
             return "not run"
         return "proved" if self.rows else "whole"
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """What discovery says of one kind of call; ``forms`` are its rows in words, ``wanted`` if the table lacks it."""
+
+    op: str
+    outcome: str
+    forms: tuple[str, ...]
+    detail: str
+    wanted: bool
+
+
+def discover_calls(
+    calls: Iterable[Call], op: str | None = None, table: RuleTable = DEFAULT_TABLE
+) -> tuple[Discovered, ...]:
+    """Each kind of call of ``op``, or of every operator that has no rule, whatever it may be."""
+    found = []
+    for call in calls:
+        name = call.node.op
+        known = table.find(name) is not None
+        if known if op is None else name != op:
+            continue
+        if why := refusal(name):
+            found.append(Discovered(name, "refused", (), why, False))
+            continue
+        d = discover(call)
+        found.append(Discovered(name, d.outcome, tuple(map(str, d.rows)), d.detail, not known))
+    return tuple(dict.fromkeys(found))
 
 
 @dataclass

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -115,40 +116,50 @@ def discover(call: Call, *, limit_s: float = LIMIT_S, memory: Memory | None = No
         return Discovery(op, "found" if found.rows else "whole", found.rows, found.detail)
     if found is None:
         return Discovery(op, "too slow", (), f"trying it took more than {limit_s:g} seconds")
-    return Discovery(op, "crashed", (), f"trying it killed the process ({found})")
+    return Discovery(op, "crashed", (), f"trying it ended the process ({found})")
 
 
 def _believed(call: Call, rows: tuple[Row, ...], limit_s: float) -> bool:
-    """Whether remembered rows need no proof, or pass it again."""
-    if not rows or call.node.op.startswith(("aten.", "prims.")):
+    """Whether remembered rows need no proof, or pass it again. That there are none is not believed of a user's."""
+    if call.node.op.startswith(("aten.", "prims.")):
         return True
-    return _in_child(lambda: still_hold(call, rows), limit_s) is True
+    return bool(rows) and _in_child(lambda: still_hold(call, rows), limit_s) is True
 
 
 def _in_child(work: Callable[[], Any], limit_s: float) -> Any:
-    """What ``work`` returns in a forked child; None if it takes longer, or the signal or exit code that ended it."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(sender, work), daemon=True)
-    child.start()
+    """What ``work`` returns in a forked child; None if it takes longer, or in a word what ended it.
+
+    Forked by hand, as ``multiprocessing`` gives the children of daemons (of data loaders, of launchers) no children.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        _run_and_end(sender, work)
     sender.close()
+    code: int | None = None
     try:
         if not receiver.poll(limit_s):
             return None
         return receiver.recv()
-    except EOFError:
-        child.join()
-        code = child.exitcode or 0
+    except (EOFError, OSError):
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
     finally:
-        if child.is_alive():
-            child.kill()
-        child.join()
         receiver.close()
+        if code is None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
-def _child(sender: Connection, work: Callable[[], Any]) -> None:
-    faulthandler.disable()  # what kills it is reported in one line
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    torch.set_num_threads(1)
-    sender.send(work())
+def _run_and_end(sender: Connection, work: Callable[[], Any]) -> NoReturn:
+    """In the child: nothing of the parent's is cleaned up, and nobody sees a dying kernel's last words."""
+    try:
+        faulthandler.disable()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        torch.set_num_threads(1)
+        sender.send(work())
+    except Exception as e:  # told, as a crash is
+        sender.send(f"{type(e).__name__}: {e}")
+    finally:
+        os._exit(0)

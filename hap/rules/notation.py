@@ -41,6 +41,10 @@ class Dim:
     outer: Fraction = ONE
     unit: Fraction = ONE
 
+    def __str__(self) -> str:
+        scale = "" if self.outer == self.unit == ONE else f":{self.outer}x{self.unit}"
+        return f"S({self.dim}{scale})"
+
 
 Slot = Literal["R", "P"] | Dim
 
@@ -82,6 +86,9 @@ class Row:
     def slots(self) -> tuple[Slot | None, ...]:
         """Inputs, then outputs."""
         return (*self.inputs, *self.outputs)
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
 
 
 class Atom(NamedTuple):

@@ -142,8 +142,19 @@ def _candidates(call: Call, sample: Sampler) -> Iterator[Row]:
         if any(slot == "P" and m.dtype == torch.bool for slot, m in zip(way, call.inputs, strict=True)):
             continue
         outputs = _outputs(call, way, inputs, whole)
-        if outputs is not None:
+        if outputs is not None and not _says_little(way, outputs, whole):
             yield Row(way, outputs)
+
+
+def _says_little(way: tuple[Slot, ...], outputs: tuple[Slot | None, ...], whole: Sequence[Any]) -> bool:
+    """Whether the samples cannot show that a row with partial sums holds.
+
+    A partial argument that changes no output may change it for other values (``x == -100``), and zero is the sum of
+    zeros whatever the operator does (``x > 1e9``).
+    """
+    if "P" in way and any(slot not in ("P", None) for slot in outputs):
+        return True
+    return any(slot == "P" and not out.any() for slot, out in zip(outputs, whole, strict=True))
 
 
 def _outputs(

@@ -51,23 +51,34 @@ BUILTIN: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in 
 class UserRule:
     """A rule from notation. ``partials``: the patterns that running the operator showed to hold (``"PR"``).
 
-    ``literals``: ``literal_key`` of the arguments that it was proved with; it holds for no others.
+    ``literals``: ``literal_key`` of the arguments that it was proved with; it holds for no others. ``kinds``: those of
+    numbers (``kinds_of``) that it was proved with, empty if that was not asked.
     """
 
     notation: str
     einsum: Einsum
     partials: tuple[str, ...]
     literals: Any
+    kinds: tuple[tuple[str, ...], ...] = ()
 
     def __call__(self, call: Call) -> Iterable[Row]:
         node = call.node
-        if not self.einsum.matches(call) or literal_key(node.args) != self.literals or node.kwargs:
-            shapes = ", ".join(str(m.shape) for m in call.inputs)
+        known = not self.kinds or kinds_of(call) in self.kinds
+        if not known or not self.einsum.matches(call) or literal_key(node.args) != self.literals or node.kwargs:
+            shapes = ", ".join(f"{str(m.dtype).removeprefix('torch.')} {m.shape}" for m in call.inputs)
             raise MissingRuleError(
                 f"{node.op} ({node.name}), called in module {node.module!r}, has the rule {self.notation!r}, proved "
-                f"for other numbers of dims or literals than those of this call: {shapes}; {node.args}"
+                f"for other dims, kinds of numbers or literals than those of this call: {shapes}; {node.args}"
             )
         return (*self.einsum.rows(), *partial_rows(call, self.partials))
+
+
+def kinds_of(call: Call) -> tuple[str, ...]:
+    """What kind of numbers each tensor argument holds."""
+    return tuple(
+        "floating" if m.dtype.is_floating_point else "boolean" if m.dtype == torch.bool else "whole"
+        for m in call.inputs
+    )
 
 
 @dataclass
@@ -112,7 +123,7 @@ def call_rows(call: Call, table: RuleTable = DEFAULT_TABLE) -> tuple[Row, ...]:
         where = f", called in module {node.module!r}," if node.module else ""
         raise MissingRuleError(
             f"operator {node.op} ({node.name}){where} has no sharding rule; "
-            f'add one with hap.register_rule("{node.op}", ...)'
+            f'add one with hap.register_rule("{node.op}", ...) or let HAP find one: hap.discover_rule("{node.op}")'
         )
     found = tuple(row for row in dict.fromkeys(rule(call)) if not _partial_boolean(row, call))
     for row in found:

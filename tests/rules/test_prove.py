@@ -97,6 +97,12 @@ def test_an_isolated_proof_says_the_same_and_survives_a_kernel_that_does_not(mon
     assert "exit code 7" in found.detail
 
 
+def permuted(x, order):
+    if not order.sort().values.equal(torch.arange(x.shape[1])):
+        raise ValueError(f"{order} is no permutation")
+    return x[:, order]
+
+
 @pytest.fixture(scope="module")
 def own_operators():
     library = torch.library.Library("hap_test_rules", "DEF")
@@ -104,6 +110,14 @@ def own_operators():
     library.impl("scale_rows", lambda x, w: x * w[:, None], "CompositeExplicitAutograd")
     library.define("power_mean(Tensor x, float p) -> Tensor")
     library.impl("power_mean", lambda x, p: x.abs().pow(p).mean(1), "CompositeExplicitAutograd")
+    for schema, function in (
+        ("look_up(Tensor table, Tensor index) -> Tensor", lambda table, index: table[index]),
+        ("permuted(Tensor x, Tensor order) -> Tensor", permuted),
+        ("clip(Tensor x) -> Tensor", lambda x: x.clamp(-100.0, 100.0)),
+        ("top(Tensor x, int k) -> Tensor", lambda x, k: x.topk(k, dim=1).values),
+    ):
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
     yield
     library._destroy()
 
@@ -148,6 +162,54 @@ def test_the_users_rule_holds_only_for_the_literals_that_it_was_proved_with(own_
 def test_rules_that_cannot_be_registered(own_operators, op, notation, complaint):
     with pytest.raises(RuleError, match=complaint):
         register_rule(op, notation, table=RuleTable())
+
+
+def registered(name, notation, **options):
+    table = RuleTable()
+    verdicts = register_rule(f"hap_test_rules.{name}.default", notation, table=table, **options)
+    assert verdicts and all(v.ok for v in verdicts)
+    return table.user[f"hap_test_rules.{name}.default"]
+
+
+def test_a_rule_is_proved_for_every_kind_of_number_that_the_operator_takes(own_operators):
+    """look_up(table, index): indices are whole numbers, what is looked up may be any."""
+    rule = registered("look_up", ". d, b -> b d")
+    assert rule.kinds == (("floating", "whole"), ("whole", "whole"), ("boolean", "whole"))
+    assert rule.partials == ("PR",)
+    assert registered("scale_rows", "b d, b -> b d").partials == ("PR", "RP")
+    floats = call("hap_test_rules.look_up.default", meta(9, 4), meta(7), out=meta(7, 4))
+    with pytest.raises(MissingRuleError, match="kinds of numbers"):
+        rule(floats)
+
+
+def test_a_wrong_rule_is_refused_in_one_line_with_the_counterexample(own_operators):
+    with pytest.raises(RuleError) as refusal:
+        registered("look_up", "v d, b -> b d")
+    line = str(refusal.value)
+    assert line.startswith(
+        "rule 'v d, b -> b d' of hap_test_rules.look_up.default is wrong for 'v': S(0:1x2x2@g), R -> P"
+    )
+    assert "on float64 (4, 5), int64 (6,): error inf" in line and "\n" not in line
+
+
+def test_an_operator_that_takes_but_one_kind_of_arguments_is_proved_on_samples(own_operators):
+    """permuted(x, order): any whole numbers below 3 would not do."""
+    with pytest.raises(RuleError, match="does not run on"):
+        registered("permuted", "b d, d -> b d")
+    samples = (torch.randn(5, 7), torch.randperm(7))
+    assert registered("permuted", "b ., . -> b .", samples=samples).kinds == (("floating", "whole"),)
+    with pytest.raises(RuleError, match="wrong for 'd'"):
+        registered("permuted", ". d, d -> . d", samples=samples)
+    with pytest.raises(RuleError, match="'d' has two sizes"):
+        registered("permuted", ". d, d -> . d", samples=(torch.randn(5, 7), torch.randperm(6)))
+
+
+def test_what_looks_linear_near_zero_is_not_taken_to_be(own_operators):
+    assert registered("clip", "b d -> b d").partials == ()
+
+
+def test_a_dim_that_the_operator_makes_may_be_whole(own_operators):
+    assert registered("top", "b . -> b .", literals=(2,)).partials == ()
 
 
 def test_calls_that_differ_in_tensors_only_are_one_kind():

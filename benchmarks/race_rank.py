@@ -252,7 +252,7 @@ def enter(name: str, model: str, sizes: Sequence[int], equal: Sequence[int], pla
         case "HAP":
             return Hap(built, plan, cluster, ())
         case "HAP, no passes":
-            return Hap(built, plan, cluster, ("bucket", "overlap"))
+            return Hap(built, plan, cluster, ("bucket", "prefetch", "overlap"))
         case "DDP":
             return Ddp(built, equal)
         case "DDP, by speed":

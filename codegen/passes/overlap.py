@@ -1,44 +1,73 @@
 """Collectives begin as soon as what they carry is made and are waited for where it is read.
 
-Their order among each other is that in which they begin, written in the program and so the same on every rank. What
-could begin at once, a parameter to be gathered, begins when the one ``ahead`` places before it has been waited for:
-otherwise all gathered parameters would be held together. A collective with nothing to do meanwhile, be it another
+Their order among each other is that in which they begin, written in the program and so the same on every rank. Two
+passes: ``prefetch_parameters`` for what could begin at once, a parameter to be gathered: it begins when the one
+``ahead`` places before it has been waited for, since otherwise all gathered parameters would be held together.
+``overlap_collectives`` for what the part itself makes. A collective with nothing to do meanwhile, be it another
 collective, stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hap.codegen.passes.windows import Window, find_windows, hides, rearranged, work_of
 from hap.codegen.program import Instruction, Program, Start, Wait
 
 AHEAD = 2
+Begins = Callable[[Sequence[Instruction]], list[tuple[Window, int]]]
 
 
-def overlap_collectives(program: Program, *, ahead: int = AHEAD) -> Program:
+def prefetch_parameters(program: Program, *, ahead: int = AHEAD) -> Program:
     """The pass. ``ahead`` = 0: parameters are gathered where they are read."""
+    assert ahead >= 0
+    return _rewritten(program, lambda part: _prefetched(part, ahead), "ahead")
+
+
+def overlap_collectives(program: Program) -> Program:
+    """The pass."""
+    return _rewritten(program, _overlapped, "pending")
+
+
+def _rewritten(program: Program, begins: Begins, word: str) -> Program:
     taken = set(program.held)
     return replace(
         program,
-        forward=_overlap(program.forward, ahead, taken, "f"),
-        backward=_overlap(program.backward, ahead, taken, "b"),
+        forward=_started(program.forward, begins(program.forward), taken, f"{word}_f"),
+        backward=_started(program.backward, begins(program.backward), taken, f"{word}_b"),
     )
 
 
-def _overlap(part: Sequence[Instruction], ahead: int, taken: set[str], letter: str) -> tuple[Instruction, ...]:
+def _prefetched(part: Sequence[Instruction], ahead: int) -> list[tuple[Window, int]]:
+    """What could begin at once, with the place where it may begin."""
+    found: list[tuple[Window, int]] = []
+    for window in find_windows(part):
+        if window.ready == 0 and not window.is_result:
+            begin = found[-ahead][0].due if 0 < ahead <= len(found) else 0 if ahead else window.due
+            found.append((window, min(begin, window.due)))
+    return found
+
+
+def _overlapped(part: Sequence[Instruction]) -> list[tuple[Window, int]]:
+    """The others begin where what they carry is made."""
+    return [(w, w.ready) for w in find_windows(part) if w.ready > 0 or w.is_result]
+
+
+def _started(
+    part: Sequence[Instruction], begins: Sequence[tuple[Window, int]], taken: set[str], prefix: str
+) -> tuple[Instruction, ...]:
     removed: list[int] = []
     starts: dict[int, list[Instruction]] = {}
     waits: dict[int, list[Instruction]] = {}
-    for number, (window, begin) in enumerate(_begins(part, ahead)):
+    for number, (window, begin) in enumerate(begins):
         meanwhile = part[begin : window.due]
-        others = any(work_of(i) is not None for i in meanwhile if i is not part[window.position])
+        others = any(_sends(i) for i in meanwhile if i is not part[window.position])
         if not hides(meanwhile) and not others:
             continue
         work = work_of(part[window.position])
         assert work is not None
-        handle = f"pending_{letter}{number}"
+        handle = f"{prefix}{number}"
         assert handle not in taken, f"{handle} is taken"
         removed.append(window.position)
         starts.setdefault(begin, []).append(Start(handle, work))
@@ -48,15 +77,5 @@ def _overlap(part: Sequence[Instruction], ahead: int, taken: set[str], letter: s
     return rearranged(part, removed, {at: [*waits.get(at, ()), *starts.get(at, ())] for at in places})
 
 
-def _begins(part: Sequence[Instruction], ahead: int) -> list[tuple[Window, int]]:
-    """Every collective with the place where it may begin."""
-    found = []
-    gathered: list[Window] = []  # those that could begin at once, so far
-    for window in find_windows(part):
-        begin = window.ready
-        if begin == 0 and not window.is_result:
-            begin = gathered[-ahead].due if 0 < ahead <= len(gathered) else 0 if ahead else window.due
-            begin = min(begin, window.due)
-            gathered.append(window)
-        found.append((window, begin))
-    return found
+def _sends(instruction: Instruction) -> bool:
+    return isinstance(instruction, Start) or work_of(instruction) is not None

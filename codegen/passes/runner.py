@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from hap.codegen.passes.bucket import LIMIT_BYTES, Choose, bucket_collectives
 from hap.codegen.passes.fuse import fuse_calls
-from hap.codegen.passes.overlap import AHEAD, overlap_collectives
+from hap.codegen.passes.overlap import AHEAD, overlap_collectives, prefetch_parameters
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.sink import sink_results
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, verify_program
@@ -63,7 +63,8 @@ def standard_passes(
         Pass("fuse", fuse_calls),
         Pass("sink", sink_results),
         Pass("bucket", partial(bucket_collectives, limit_bytes=limit_bytes, choose=choose)),
-        Pass("overlap", partial(overlap_collectives, ahead=ahead)),
+        Pass("prefetch", partial(prefetch_parameters, ahead=ahead)),
+        Pass("overlap", overlap_collectives),
     )
 
 

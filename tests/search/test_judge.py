@@ -18,7 +18,7 @@ from hap.search.judge import played
 from tests.search.models import cluster, mlp
 
 SMALL = mlp(batch=256, width=256)
-EVERY_PASS = ("renames", "dead_code", "fuse", "sink", "bucket", "overlap")
+EVERY_PASS = ("renames", "dead_code", "fuse", "sink", "bucket", "prefetch", "overlap")
 DATA_PARALLEL = Pins(placements={"*": "R", "args.0": "S(0)"})
 ZERO = Pins(placements={"*": "S(0)", "args.0": "S(0)"})
 

@@ -22,11 +22,9 @@ from hap.codegen.lowering import lower
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
 from hap.codegen.program import Convert, Program
 from hap.codegen.source import to_python
-from hap.conversion import find_needs
 from hap.cost_models.collective import best_decomposition
 from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.cost_models.timeline import Timeline
-from hap.cost_models.timeline import simulate as play
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
 from hap.plan import Plan
@@ -36,6 +34,7 @@ from hap.rules.whole import find_forced
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from hap.search.assemble import ASSUMPTIONS
+from hap.search.judge import played
 from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
 from hap.whatif import explained
@@ -163,21 +162,15 @@ def simulate(
     outputs: Sequence[str] = (),
     profile: ProfileLike | None = None,
 ) -> Timeline:
-    """Play one step of ``plan`` on its cluster: spans of every rank, waiting, the critical path. Nothing overlaps yet.
+    """Play one step of ``plan``'s program on its cluster as it is run, collectives bundled and beside compute: spans of
+    every rank, waiting, the critical path.
 
     PlanError if the plan is for another model or cluster.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
     _check_plan(plan, graph, spec, spec.world_size)
-    strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
-    planned = {(c.value, c.target, c.phase) for c in plan.conversions}
-    needs = [
-        need
-        for need in find_needs(graph, strategies, regather=True)
-        if (str(need.value), str(need.target), need.phase) in planned
-    ]
-    return play(graph, strategies, plan.sizes, spec, needs=needs, optimizer=plan.provenance.optimizer)
+    return played(graph, plan, lower(graph, plan), spec)
 
 
 def _decide(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:

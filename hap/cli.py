@@ -35,7 +35,7 @@ app.command()(planning.program)
 app.command()(clocks.simulate)
 app.command()(clocks.profile)
 app.add_typer(rules.app, name="rules")
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(launching.run)
+app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(launching.run)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

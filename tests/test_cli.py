@@ -14,6 +14,7 @@ import typer.main
 from hap import cli
 from hap.build import build_from, build_hugging_face
 from hap.errors import HapError
+from hap.plan import Plan
 
 MODEL = ["--hf", "--batch", "--seq"]
 SURFACE = {
@@ -109,7 +110,7 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
     code, out, _ = invoke(capsys, "rules", "check", f"{script}:build", "--op", "aten.mm.default")
     assert code == 0 and "aten.mm.default" in out and "proved" in out
     code, _, err = invoke(capsys, "rules", "check", f"{script}:build", "--op", "aten.nope.default")
-    assert code == 2 and err.startswith("error: no call of 'aten.nope.default'")
+    assert code == 2 and err.startswith("error: ") and "call 'aten.nope.default'" in err
 
 
 @pytest.mark.parametrize(
@@ -129,13 +130,17 @@ def test_completion_in_a_shell(typed: str, offered: set[str]) -> None:
     assert offered <= set(done.stdout.split()) and len(done.stdout.split()) <= 2, done
 
 
-def test_program_and_run_print_json(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_program_simulate_and_run_print_json(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.yaml").write_text(ONE)
     code, _, _ = invoke(capfd, "plan", f"{script}:build", "-c", f"{tmp_path}/c.yaml", "-o", f"{tmp_path}/x.plan.json")
     assert code == 0
     code, out, _ = invoke(capfd, "program", f"{tmp_path}/x.plan.json", f"{script}:build", "--json")
     body = json.loads(out)
     assert code == 0 and body["out"] is None and "def forward" in body["source"]
+    trace = ["-c", f"{tmp_path}/c.yaml", "-o", f"{tmp_path}/trace.json"]
+    code, out, _ = invoke(capfd, "simulate", f"{tmp_path}/x.plan.json", f"{script}:build", *trace, "--json")
+    assert code == 0 and json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert json.loads(out)["step_s"] == pytest.approx(Plan.load(tmp_path / "x.plan.json").predicted.as_run_s)
     (tmp_path / "script.py").write_text("import sys; print('said'); sys.exit(0)")
     code, out, err = invoke(capfd, "run", "--json", "--cluster", f"{tmp_path}/c.yaml", f"{tmp_path}/script.py")
     body = json.loads(out)
@@ -157,13 +162,16 @@ def test_exit_codes_are_documented() -> None:
     assert all(f"| {code} | " in text for code in (0, 1, 2))
 
 
-def test_run_passes_on_what_torchrun_would_take_for_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_passes_on_what_torchrun_or_hap_would_take_for_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "script.py").write_text("import sys; print(sys.argv[1:])")
     (tmp_path / "c.yaml").write_text(ONE)
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["run", "--cluster", f"{tmp_path}/c.yaml", f"{tmp_path}/script.py", "--log", "x", "--nnodes", "7"])
-    assert not exit_.value.code
-    assert capfd.readouterr().out.strip() == str(["--cluster", f"{tmp_path}/c.yaml", "--log", "x", "--nnodes", "7"])
+    cluster, its_own = ["--cluster", f"{tmp_path}/c.yaml"], ["--log", "x", "--nnodes", "7", "--json", "--host", "y"]
+    code, out, _ = invoke(capfd, "run", *cluster, f"{tmp_path}/script.py", *its_own)
+    assert (code, out.strip()) == (0, str([*cluster, *its_own]))
+    code, _, err = invoke(capfd, "run", "--clutser", "c.yaml", f"{tmp_path}/script.py")
+    assert code == 2 and "No such option" in err
 
 
 def test_version_and_module_entry() -> None:

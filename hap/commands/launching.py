@@ -28,7 +28,7 @@ def run(
 ) -> None:
     """Launch a script under torchrun.
 
-    One rank per device of the cluster. Everything after SCRIPT.py is passed on to it, with --cluster.
+    One rank per device of the cluster. Everything after SCRIPT.py is the script's own; it also gets --cluster.
 
     Example:  hap run --cluster cluster.yaml train.py --steps 100
 

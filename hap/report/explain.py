@@ -78,7 +78,7 @@ def _dealt(facts: Facts) -> str:
     for kind, found in shares.items():
         low, high = min(found), max(found)
         amount = f"{low}" if low == high else f"{low} to {high}"
-        words.append(f"{amount} to a {kind}")
+        words.append(f"{amount} to each {kind}")
     return f"Of a batch of {facts.batch} go {listed(words, 6)}."
 
 

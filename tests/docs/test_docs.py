@@ -4,6 +4,7 @@
 commands of HAP or pytest that must succeed. ``text`` is not run, and is not used for anything that could be.
 """
 
+import json
 import os
 import re
 import shlex
@@ -82,9 +83,29 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == [p.name for p in PAGES]
 
 
-def test_the_workflow_is_yaml_and_checks_plans() -> None:
+def test_the_steps_of_the_workflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GitHub runs them, ``bash -e``, in a repository with a golden plan: 0 while it holds, 1 once it got worse."""
     import yaml
 
-    body = yaml.safe_load((REPOSITORY / "examples" / "ci" / "plans.yml").read_text())
-    steps = body["jobs"]["plans"]["steps"]
-    assert any("hap check plans/" in step.get("run", "") for step in steps)
+    monkeypatch.chdir(tmp_path)
+    for title, body in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```$', START, re.M | re.S):
+        (tmp_path / title).write_text(body)
+    (tmp_path / "plans").mkdir()
+    entry = {"model": "../model.py:build", "cluster": "../cluster.yaml", "effort": "quick"}
+    (tmp_path / "plans" / "check.yaml").write_text(yaml.safe_dump({"desk.plan.json": entry}))
+    command(["hap", "check", "plans", "--update"])
+    workflow = yaml.safe_load((REPOSITORY / "examples" / "ci" / "plans.yml").read_text())
+    steps = {step["name"]: step["run"] for step in workflow["jobs"]["plans"]["steps"] if "run" in step}
+    assert list(steps) == ["Install", "Compare"]  # the first is run where there is a network
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+
+    def compare() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["bash", "-e", "-c", steps["Compare"]], capture_output=True, text=True, env=environment)
+
+    assert compare().returncode == 0
+    assert [found["ok"] for found in json.loads((tmp_path / "plans.json").read_text())] == [True]
+    (tmp_path / "model.py").write_text((tmp_path / "model.py").read_text().replace("256", "512"))
+    worse = compare()
+    assert worse.returncode == 1 and "desk.plan.json: WORSE" in worse.stdout and "the step grew by" in worse.stdout
+    assert [found["ok"] for found in json.loads((tmp_path / "plans.json").read_text())] == [False]
+    sys.modules.pop("model", None)

@@ -14,53 +14,31 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
 
-from hap.capture import capture, interpret, source_values
+from hap.capture import interpret, source_values
 from hap.codegen.lowering import lower
 from hap.errors import PlanError
 from hap.graph import Graph, Value
 from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.lockstep import run_lockstep
-from hap.search import Pins, plan_graph
+from hap.search import plan_graph
 from tests._support import cases, gpt2
 from tests._support.mutate import mutate
 from tests._support.plans import make_plan, random_sizes, random_strategies
+from tests._support.residual import PINS, captured
 from tests.search.models import cluster
 
 Values = dict[Value, torch.Tensor]
-PINS = (
-    Pins(placements={"*": "R", "args.*": "S(0)"}),
-    Pins(placements={"*": "S(0)", "args.*": "S(0)"}, ratios=(4, 1, 0)),
-    Pins(placements={"wide.weight": "S(0)", "narrow.weight": "S(1)", "args.*": "R"}),
-)
-
-
-class Residual(nn.Module):
-    """A norm, two linear layers around a nonlinearity, a residual, a softmax."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(12)
-        self.wide = nn.Linear(12, 20)
-        self.narrow = nn.Linear(20, 12)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        out = x + self.narrow(torch.tanh(self.wide(self.norm(x))))
-        return nn.functional.mse_loss(torch.softmax(out, -1), y)
 
 
 @cache
 def small() -> tuple[Graph, Values, tuple[str, ...]]:
     """The graph, all its values on one device, and good plan files."""
-    torch.manual_seed(0)
-    model = Residual().double()
-    batch = (torch.randn(11, 12, dtype=torch.float64), torch.rand(11, 12, dtype=torch.float64))
-    graph = capture(model, batch)
+    model, batch, graph = captured()
     found, source = choices(graph), random.Random(0)
     devices = cluster((0.01, "1GB"), (0.005, "1GB"), (0.002, "1GB"))
-    plans = [plan_graph(found, devices, pins=pins, effort="quick") for pins in PINS]
+    plans = [plan_graph(found, devices, pins=pins, effort="quick") for pins in PINS.values()]
     for regather in (False, True):
         drawn = random_strategies(found, source)
         plans.append(make_plan(found, drawn, random_sizes(found, 3, source), regather=regather))

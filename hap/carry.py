@@ -45,16 +45,17 @@ class _Carrier:
         self.sizes: dict[str, Sizes] = {}
         self.groups = {name: (group.n, group.label) for name, group in self.found.groups.items()}
         self.chosen: dict[str, Strategy] = {}
+        self.heirs: dict[str, str] = {}  # group -> the plan's group whose place it takes
 
     def run(self) -> Plan:
         for node in self.graph.nodes:
             if node.is_source:
                 self.chosen[node.name] = Strategy((), (self._source(node),))
-        self._deal_the_rest()
         for key, node in _counted(self.graph):
             able = [s for s in self.found.strategies[node.name] if self._is_possible(node, s)]
             like = self._like_before(self.before.get(key), able)
             self.chosen[node.name] = like or min(able, key=lambda s, n=node: self._effort(n, s))  # type: ignore[misc]
+        self._deal_the_rest()
         return self._plan()
 
     # ---- sources ----
@@ -83,12 +84,13 @@ class _Carrier:
         return self.sizes.setdefault(group, shares) == shares
 
     def _deal_the_rest(self) -> None:
-        """Groups of no source: like the plan's group of the same name in words, else like its first."""
+        """Groups of no source: like the group whose place they take, or of the same name in words, or the first."""
         by_label = {group.label: group.sizes for group in reversed(self.plan.groups.values())}
         default = next((g.sizes for g in self.plan.groups.values()), (1,) * self.plan.world_size)
         for name, (n, label) in self.groups.items():
             if name not in self.sizes:
-                shares = by_label.get(label, default)
+                heir = self.heirs.get(name)
+                shares = by_label.get(label, default) if heir is None else self.plan.groups[heir].sizes
                 self.sizes[name] = shares if sum(shares) == n else round_shares(shares, n)
 
     # ---- calls ----
@@ -103,15 +105,19 @@ class _Carrier:
             return None
         wanted = self.plan.strategy(before.name)
         like = [s for s in able if _dims(s) == _dims(wanted)]
-        return max(like, key=lambda s: self._likeness(s, wanted)) if like else None
+        if not like:
+            return None
+        found = max(like, key=lambda s: self._likeness(s, wanted))
+        for mine, theirs in _pairs(found, wanted):
+            self.heirs.setdefault(mine.group, theirs.group)
+        return found
 
     def _likeness(self, mine: Strategy, theirs: Strategy) -> int:
         """How many slots are of the group of the same name in words, and how many of the very same parts."""
         score = 0
-        for a, b in zip((*mine.inputs, *mine.outputs), (*theirs.inputs, *theirs.outputs), strict=True):
-            if isinstance(a, Shard) and isinstance(b, Shard):
-                score += 4 * (self.groups[a.group][1] == self.plan.groups[b.group].label)
-                score += 2 * (a.n == b.n) + (a.outer == b.outer) + (a.unit == b.unit)
+        for a, b in _pairs(mine, theirs):
+            score += 4 * (self.groups[a.group][1] == self.plan.groups[b.group].label)
+            score += 2 * (a.n == b.n) + (a.outer == b.outer) + (a.unit == b.unit)
         return score
 
     def _effort(self, node: Node, strategy: Strategy) -> tuple[float, float]:
@@ -166,6 +172,13 @@ def _counted(graph: Graph) -> Iterator[tuple[tuple[str, str, str, int], Node]]:
             kind = (node.module, node.op, node.phase)
             seen[kind] += 1
             yield (*kind, seen[kind]), node
+
+
+def _pairs(mine: Strategy, theirs: Strategy) -> Iterator[tuple[Shard, Shard]]:
+    """The slots that both cut."""
+    for a, b in zip((*mine.inputs, *mine.outputs), (*theirs.inputs, *theirs.outputs), strict=True):
+        if isinstance(a, Shard) and isinstance(b, Shard):
+            yield a, b
 
 
 def _dims(strategy: Strategy) -> tuple[tuple[object, ...], tuple[object, ...]]:

@@ -6,6 +6,7 @@
   and which output is whose gradient.
 - ``_is_exporting_flag``, ``_is_compiling_flag``: libraries (Hugging Face's masks) ask them before they look at values.
 - ``TracingContext``: tells AOTAutograd which fake mode the arguments belong to.
+- ``_set_mkldnn_enabled``: keeps kernels of one kind of CPU out of the trace.
 - ``get_decompositions``: torch's decompositions, as Python functions.
 """
 
@@ -94,6 +95,7 @@ def trace_joint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_export_flags())
         stack.enter_context(_quiet())
+        stack.enter_context(_without_mkldnn())
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(tracing(TracingContext(fakes.mode)))
@@ -115,6 +117,20 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextlib.contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """With it an LSTM in float32 is one call that only CPUs have, and whose fake gradients share a value at first.
+
+    ``torch.backends.mkldnn.flags`` does the same, and warns of hardware that is not there.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextlib.contextmanager

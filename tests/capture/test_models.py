@@ -139,6 +139,13 @@ def test_cnn_in_eval_mode_updates_nothing() -> None:
     assert graph.updates == {}
 
 
+def test_an_lstm_in_float32_is_made_of_products_and_captures_alike_every_time() -> None:
+    model, x = nn.LSTM(6, 4, batch_first=True), torch.zeros(3, 2, 6)
+    first, second = (capture(model, x, loss_fn=lambda out: out[0].sum()) for _ in range(2))
+    assert first.fingerprint == second.fingerprint and count(first)["aten.mm.default"] > 0
+    assert not [n.op for n in first.nodes if "rnn" in n.op]
+
+
 def test_transformer_encoder() -> None:
     layer = nn.TransformerEncoderLayer(d_model=8, nhead=2, dim_feedforward=12, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=2).double()

@@ -1,0 +1,249 @@
+"""Batches that are not like the first, gradients over several of them, and evaluation in between: as one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hap
+from benchmarks.zoo_models.reference import SameMasks
+from hap.capture import capture
+from hap.carry import carry_over
+from hap.errors import CaptureError, ProgramError
+from hap.graph import Graph
+from hap.plan import Plan
+from hap.rules.choices import choices
+from hap.runtime.data import ShareSampler
+from hap.runtime.program import HapProgram
+from tests._support import cases, gpt2
+from tests._support.plans import (
+    greedy_strategies,
+    make_plan,
+    random_sizes,
+    random_strategies,
+    replicated_plan,
+    sizes_for,
+)
+from tests._support.ranks import run_ranks
+
+BATCH, TOLERANCE = 8, 1e-10
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, and a branch on the mode that no operator shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.norm, self.drop = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(0.3)
+        self.outward = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.outward(self.drop(torch.relu(self.norm(self.inward(x)))))
+        return out * 1.5 if self.training else out
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(step: int, size: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(size, 6, dtype=torch.float64, generator=generator), torch.randint(
+        0, 5, (size,), generator=generator
+    )
+
+
+def graph_of(model: nn.Module) -> Graph:
+    x, y = batch(0)
+    return capture(model, x, loss_fn=nn.functional.cross_entropy, example_targets=y)
+
+
+def net_plans() -> dict[str, Plan]:
+    found = choices(graph_of(net()))
+    inputs = {"args.0": (0, BATCH), "targets.0": (0, BATCH)}
+    rows = {n.target: (0, n.meta.shape[0]) for n in found.graph.sources("parameter")}
+    source = random.Random(3)
+    return {
+        "data": make_plan(found, greedy_strategies(found, inputs), sizes_for(found, (5, 2, 1))),
+        "zero": make_plan(found, greedy_strategies(found, inputs | rows), sizes_for(found, (5, 0, 3)), regather=True),
+        "any": make_plan(found, random_strategies(found, source), random_sizes(found, 3, source)),
+    }
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest element."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+
+
+def worst_gradient(program: HapProgram, model: nn.Module) -> float:
+    """Beside what a bias in front of a batch norm gets, which is zero but for rounding."""
+    whole = program.full_gradients()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert whole.keys() == expected.keys()
+    return max(
+        apart(whole[n], g) if g.abs().max() > 1e-14 else float(whole[n].abs().max() > 1e-14)
+        for n, g in expected.items()
+    )
+
+
+# ---- gradients over several batches, a last batch that is smaller or that no rank can deal evenly ----
+
+
+def accumulate(rank: int, plans: dict[str, Plan], whole_model: bool) -> dict[str, list[float]]:
+    """Per plan the errors of: two micro-steps' mean, a last batch of 3, one of 7, and a full one after them."""
+    return {name: accumulate_one(plan, whole_model) for name, plan in plans.items()}
+
+
+def accumulate_one(plan: Plan, language: bool) -> list[float]:
+    build, loss_fn = (gpt2.build, gpt2.lm_loss) if language else (net, nn.functional.cross_entropy)
+    data: Any = (lambda step, size=BATCH: (gpt2.batch(step, size),) * 2) if language else batch
+    x, y = data(0)
+    program = hap.compile(build(), plan=plan, example_inputs=(x,), example_targets=y, loss_fn=loss_fn)
+    model, found = build(), []
+    for micro_steps in ((8, 8), (3,), (7,), (8, 3), (8,)):
+        program.zero_grad()
+        model.zero_grad()
+        for step, size in enumerate(micro_steps):
+            x, y = data(10 + step, size)
+            seed = program.dropout_seed
+            share, targets = program.shard_batch((x,), y)
+            loss = program(*share, targets=targets) / len(micro_steps)
+            loss.backward()
+            with SameMasks(seed):
+                expected = loss_fn(model(x), y) / len(micro_steps)
+            expected.backward()
+            found.append(apart(loss.detach(), expected.detach()))
+        found.append(worst_gradient(program, model))
+    state = program.state_dict()
+    return [*found, *(apart(state[n].double(), b.double()) for n, b in model.named_buffers())]
+
+
+@pytest.mark.parametrize("language", [False, True], ids=["batch norm and dropout", "gpt2"])
+def test_micro_steps_and_smaller_batches_are_those_of_one_process(language: bool) -> None:
+    plans = {"zero": cases.zero((5, 0, 3)), "tensor": cases.tensor_parallel((3, 2, 1))} if language else net_plans()
+    for rank in run_ranks(3, accumulate, plans, language):
+        assert rank.keys() == plans.keys()
+        for name, errors in rank.items():
+            assert len(errors) == 7 + 5 + (0 if language else 3) and max(errors) < TOLERANCE, (name, errors)
+
+
+def train_an_epoch(rank: int, plan: Plan) -> tuple[list[int], float]:
+    """(rows that this rank saw in each batch, error of the parameters) after 19 samples in batches of 8, 8 and 3."""
+    x, y = batch(1, 19)
+    data = TensorDataset(x, y)
+    program = hap.compile(
+        net(), plan=plan, example_inputs=x[:8], example_targets=y[:8], loss_fn=nn.functional.cross_entropy
+    )
+    sampler = program.batch_sampler(len(data), seed=4, drop_last=False)
+    loader = DataLoader(data, batch_sampler=sampler, collate_fn=program.collate)
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    model = net()
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    program.dropout_seed, rows = 0, []
+    whole = list(ShareSampler(19, 8, None, 0, shuffle=True, seed=4, last=(3, None)))
+    for seed, (share, indices) in enumerate(zip(loader, whole, strict=True)):
+        rows.append(len(share[0]))
+        program(share[0], targets=share[1]).backward()
+        with SameMasks(seed):
+            nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
+        for one in (optimizer, theirs):
+            one.step()
+            one.zero_grad()
+    state = program.state_dict()
+    return rows, max(apart(state[n], p.detach()) for n, p in model.named_parameters() if n != "inward.bias")
+
+
+def test_an_epoch_with_a_smaller_last_batch_trains_every_sample() -> None:
+    plans = net_plans()
+    found = run_ranks(3, train_an_epoch, plans["zero"])
+    assert [rows for rows, _ in found] == [[5, 5, 2], [0, 0, 0], [3, 3, 1]], "rank 1 cannot tell them apart: it is told"
+    assert max(error for _, error in found) < 1e-9
+
+
+# ---- evaluation ----
+
+
+def evaluate_in_between(rank: int, plans: dict[str, Plan]) -> dict[str, list[float]]:
+    return {name: evaluate_one(plan) for name, plan in plans.items()}
+
+
+def evaluate_one(plan: Plan) -> list[float]:
+    """Errors of: training, evaluation at two sizes, training again, evaluation again."""
+    loss_fn = nn.functional.cross_entropy
+    x, y = batch(0)
+    model = net()
+    program = hap.compile(net(), plan=plan, example_inputs=(x,), example_targets=y, loss_fn=loss_fn)
+    found = []
+    for turn, (training, size) in enumerate(((True, 8), (False, 8), (False, 5), (True, 8), (False, 8), (True, 3))):
+        program.train(training), model.train(training)
+        program.zero_grad(), model.zero_grad()
+        x, y = batch(turn, size)
+        share, targets = program.shard_batch((x,), y)
+        seed = program.dropout_seed
+        with torch.set_grad_enabled(training), SameMasks(seed):
+            expected = loss_fn(model(x), y)
+        with torch.set_grad_enabled(training):
+            loss = program(*share, targets=targets)
+        found.append(apart(loss.detach(), expected.detach()))
+        assert program.dropout_seed == seed + training, "evaluation draws nothing"
+        if training:
+            loss.backward(), expected.backward()
+            found.append(worst_gradient(program, model))
+        state = program.state_dict()
+        found += [apart(state[n].double(), b.double()) for n, b in model.named_buffers()]
+    return found
+
+
+def test_evaluation_and_training_by_turns_are_those_of_one_process() -> None:
+    plans = {name: plan for name, plan in net_plans().items() if name != "data"}
+    for rank in run_ranks(3, evaluate_in_between, plans):
+        for name, errors in rank.items():
+            assert len(errors) == 6 + 3 + 18 and max(errors) < TOLERANCE, (name, errors)
+
+
+# ---- what is carried over, and what is refused ----
+
+
+def test_a_plan_carried_over_to_its_own_graph_is_the_same_but_for_its_words() -> None:
+    graph = gpt2.graph()
+    for plan in (cases.zero((5, 2, 1), regather=True), cases.tensor_parallel((3, 2, 1)), cases.anything(1)):
+        again = carry_over(plan, graph, graph)
+        assert again.strategies == plan.strategies and again.sizes == plan.sizes
+        assert again.conversions == plan.conversions
+
+
+def test_parameters_stay_and_the_batch_is_dealt_in_proportion() -> None:
+    old = gpt2.graph()
+    new = capture(gpt2.build(), (gpt2.batch(0, 4),), loss_fn=gpt2.lm_loss, example_targets=gpt2.batch(0, 4))
+    plan = cases.zero((5, 2, 1))
+    again = carry_over(plan, old, new)
+    for node in new.sources("parameter"):
+        here, before = again.strategy(node.name).outputs[0], plan.strategy(node.name).outputs[0]
+        assert (here.dim, here.outer, here.n, here.unit) == (before.dim, before.outer, before.n, before.unit)
+        assert again.sizes[here.group] == plan.sizes[before.group]
+    batches = again.strategy("i_args_0").outputs[0]
+    assert again.sizes[batches.group] == (3, 1, 0)  # of 2.5, 1 and 0.5
+
+
+def test_a_new_shape_must_be_whole_and_of_the_kind_that_was_compiled() -> None:
+    x, y = batch(0)
+    program = hap.compile(
+        net(),
+        plan=replicated_plan(graph_of(net())),
+        example_inputs=(x,),
+        example_targets=y,
+        loss_fn=nn.functional.cross_entropy,
+    )
+    with pytest.raises(ProgramError, match=r"input targets.0 is missing: a batch of a new shape must be given whole"):
+        program.shard_batch((x[:4],))
+    with pytest.raises(ProgramError, match=r"takes torch.float64 of 2 dims, got torch.float32 of 2"):
+        program.shard_batch((x[:4].float(),), y[:4])
+    with pytest.raises(CaptureError, match=r"batch norm over one value a channel|more than 1 value per channel"):
+        program.shard_batch((x[:1],), y[:1])
+    assert program.shard_batch((x,), y)[0][0].shape == x.shape, "what failed leaves no trace"

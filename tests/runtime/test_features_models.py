@@ -1,0 +1,225 @@
+"""What users' models bring along: activation checkpointing, several outputs, ``torch.compile``, dropout's masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hap
+from benchmarks.zoo_models.reference import SameMasks
+from hap.capture import capture
+from hap.dropout import keep_mask
+from hap.errors import CaptureError
+from hap.plan import Plan
+from hap.rules.choices import choices
+from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
+from tests._support.ranks import run_ranks
+
+BATCH, TOLERANCE = 8, 1e-10
+
+
+class Block(nn.Module):
+    def __init__(self, checkpointed: bool, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inward, self.drop, self.outward = nn.Linear(6, 12), nn.Dropout(0.4), nn.Linear(12, 6)
+        self.checkpointed, self.reentrant = checkpointed, reentrant
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outward(self.drop(torch.tanh(self.inward(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant) if self.checkpointed else self.inner(x)
+
+
+class Heads(nn.Module):
+    """Keyword inputs in, a mapping out: the loss, the logits, and a tuple of what lies between."""
+
+    def __init__(self, checkpointed: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(checkpointed) for _ in range(2))
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, *, x: torch.Tensor, labels: torch.Tensor, scale: float = 1.0) -> dict[str, Any]:
+        between = [x]
+        for block in self.blocks:
+            between.append(block(between[-1]))
+        logits = self.head(between[-1]) * scale
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits, "between": tuple(between)}
+
+
+def heads(checkpointed: bool = True) -> Heads:
+    torch.manual_seed(0)
+    return Heads(checkpointed).double()
+
+
+def batch(step: int, size: int = BATCH) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(size, 6, dtype=torch.float64, generator=generator)
+    return {"x": x, "labels": torch.randint(0, 5, (size,), generator=generator), "scale": 2.0}
+
+
+def plans(outputs: tuple[str, ...]) -> dict[str, Plan]:
+    found = choices(capture(heads(), batch(0), outputs=outputs))
+    inputs = {"kwargs.x": (0, BATCH), "kwargs.labels": (0, BATCH)}
+    rows = {n.target: (0, n.meta.shape[0]) for n in found.graph.sources("parameter")}
+    return {
+        "data": make_plan(found, greedy_strategies(found, inputs), sizes_for(found, (5, 2, 1))),
+        "zero": make_plan(found, greedy_strategies(found, inputs | rows), sizes_for(found, (5, 0, 3))),
+    }
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+OUTPUTS = ("logits", "between.1")
+
+
+def train_with_outputs(rank: int, made: dict[str, Plan]) -> dict[str, list[float]]:
+    """Errors of loss, outputs and gradients, of a whole batch and of a smaller one in evaluation."""
+    found: dict[str, list[float]] = {}
+    for name, plan in made.items():
+        program, model = hap.compile(heads(), plan=plan, example_inputs=batch(0), outputs=OUTPUTS), heads(False)
+        errors = found.setdefault(name, [])
+        for training, size in ((True, 8), (False, 5)):
+            program.train(training), model.train(training)
+            whole = batch(1, size)
+            with SameMasks(program.dropout_seed):
+                expected = model(**whole)
+            loss = program(**program.shard_batch(whole))
+            assert program.outputs.keys() == set(OUTPUTS) and not program.outputs["logits"].requires_grad
+            errors += [apart(loss.detach(), expected["loss"].detach())]
+            errors += [apart(program.outputs["logits"], expected["logits"].detach())]
+            errors += [apart(program.outputs["between.1"], expected["between"][1].detach())]
+        model.zero_grad()
+        program.train(), model.train()
+        with SameMasks(program.dropout_seed):
+            model(**batch(2))["loss"].backward()
+        program(**program.shard_batch(batch(2))).backward()
+        gradients = program.full_gradients()
+        errors += [apart(gradients[n], p.grad) for n, p in model.named_parameters()]
+    return found
+
+
+def test_outputs_beside_the_loss_are_whole_on_every_rank_and_checkpointed_blocks_drop_out_once() -> None:
+    made = plans(OUTPUTS)
+    for rank in run_ranks(3, train_with_outputs, made):
+        for name, errors in rank.items():
+            assert len(errors) == 6 + 10 and max(errors) < TOLERANCE, (name, errors)
+
+
+def test_an_output_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(CaptureError, match=r"no output 'hidden'; it returns: loss, logits, between"):
+        capture(heads(), batch(0), outputs=("hidden",))
+    with pytest.raises(CaptureError, match=r"no output 'between.7'; it returns: 0, 1, 2"):
+        capture(heads(), batch(0), outputs=("between.7",))
+    with pytest.raises(CaptureError, match=r"output 'between' of the model is a tuple, no tensor"):
+        capture(heads(), batch(0), outputs=("between",))
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple"])
+def test_one_tensor_or_a_tuple_may_be_what_a_model_returns(form: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.LSTM(6, 4, batch_first=True) if form == "tuple" else nn.Linear(6, 4), torch.randn(3, 2, 6)
+    path = "1.0" if form == "tuple" else "output"
+    loss_fn = (lambda out: out[0].sum()) if form == "tuple" else torch.sum
+    graph = capture(model, x, loss_fn=loss_fn, outputs=(path,))
+    program = hap.compile(model, plan=replicated_plan(graph), example_inputs=(x,), loss_fn=loss_fn, outputs=(path,))
+    program(x)
+    expected = model(x)
+    torch.testing.assert_close(program.outputs[path], expected[1][0] if form == "tuple" else expected)
+
+
+# ---- activation checkpointing ----
+
+
+def test_recomputation_is_dropped_so_a_plan_counts_all_activations() -> None:
+    """The same graph, and so the same plan and memory figure, with and without: the planner has no recomputation."""
+    assert capture(heads(True), batch(0)).fingerprint == capture(heads(False), batch(0)).fingerprint
+
+
+def test_reentrant_checkpointing_is_refused_with_the_way_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Block(True, reentrant=True))
+    with pytest.raises(CaptureError, match=r"use_reentrant=False"):
+        capture(model, torch.randn(4, 6), loss_fn=torch.sum)
+
+
+def test_hugging_faces_gradient_checkpointing_is_the_same_graph() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=6)
+    model, ids = GPT2LMHeadModel(config), torch.zeros(2, 5, dtype=torch.int64)
+    example = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plain = capture(model, example)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert capture(model.train(), example).fingerprint == plain.fingerprint
+
+
+# ---- torch.compile over a program ----
+
+
+def compile_it(rank: int, plan: Plan) -> float:
+    program, model = hap.compile(heads(), plan=plan, example_inputs=batch(0)), heads(False)
+    fast = torch.compile(program, backend="eager")
+    share = program.shard_batch(batch(1))
+    errors = []
+    for _ in range(2):
+        program.zero_grad(), model.zero_grad()
+        with SameMasks(program.dropout_seed):
+            expected = model(**batch(1))["loss"]
+        expected.backward()
+        loss = fast(**share)
+        loss.backward()
+        gradients = program.full_gradients()
+        errors += [apart(loss.detach(), expected.detach())]
+        errors += [apart(gradients[n], p.grad) for n, p in model.named_parameters()]
+    return max(errors)
+
+
+def test_torch_compile_over_a_program_changes_nothing() -> None:
+    found = choices(capture(heads(), batch(0)))
+    inputs = {"kwargs.x": (0, BATCH), "kwargs.labels": (0, BATCH)}
+    plan = make_plan(found, greedy_strategies(found, inputs), sizes_for(found, (5, 2, 1)))
+    assert max(run_ranks(3, compile_it, plan)) < TOLERANCE
+
+
+# ---- dropout ----
+
+
+class Drops(nn.Module):
+    """Of powers of two, each once, its loss says which were kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5).sum()
+
+
+def drop(rank: int, plan: Plan, x: torch.Tensor) -> tuple[float, list[list[bool]]]:
+    """(the loss, which elements of this rank's rows were kept)."""
+    program = hap.compile(Drops(), plan=plan, example_inputs=x, outputs=())
+    program.dropout_seed = 9
+    share = program.shard_batch(x)
+    start = (0, 3, 6)[rank]
+    kept = keep_mask(share.shape, torch.tensor(9), 0.5, 0, (0, 1, len(x), 1, start))
+    return program(share).item(), kept.tolist()
+
+
+def test_masks_are_bit_equal_to_one_device_and_differ_from_rank_to_rank() -> None:
+    x = (2.0 ** torch.arange(BATCH * 6, dtype=torch.float64)).reshape(BATCH, 6)  # 48 bits: sums are exact
+    found = choices(capture(Drops(), x))
+    plan = make_plan(found, greedy_strategies(found, {"args.0": (0, BATCH)}), sizes_for(found, (3, 3, 2)))
+    ranks = run_ranks(3, drop, plan, x)
+    with SameMasks(9):
+        expected = Drops()(x).item()
+    assert [loss for loss, _ in ranks] == [expected] * 3
+    whole = keep_mask(x.shape, torch.tensor(9), 0.5, 0)
+    assert [row for _, rows in ranks for row in rows] == whole.tolist()
+    assert ranks[0][1] != ranks[1][1], "a mask goes by the place in the batch"

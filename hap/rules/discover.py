@@ -110,7 +110,7 @@ def discover(call: Call, *, limit_s: float = LIMIT_S, memory: Memory | None = No
     known = memory.recall(call)
     if known is not None and _believed(call, known.rows, limit_s):
         return Discovery(op, "found" if known.rows else "whole", known.rows, known.detail)
-    found = _in_child(lambda: propose(call), limit_s)
+    found = in_child(lambda: propose(call), limit_s)
     if isinstance(found, Proposal):
         memory.keep(call, found)
         return Discovery(op, "found" if found.rows else "whole", found.rows, found.detail)
@@ -123,10 +123,10 @@ def _believed(call: Call, rows: tuple[Row, ...], limit_s: float) -> bool:
     """Whether remembered rows need no proof, or pass it again. That there are none is not believed of a user's."""
     if call.node.op.startswith(("aten.", "prims.")):
         return True
-    return bool(rows) and _in_child(lambda: still_hold(call, rows), limit_s) is True
+    return bool(rows) and in_child(lambda: still_hold(call, rows), limit_s) is True
 
 
-def _in_child(work: Callable[[], Any], limit_s: float) -> Any:
+def in_child(work: Callable[[], Any], limit_s: float) -> Any:
     """What ``work`` returns in a forked child; None if it takes longer, or in a word what ended it.
 
     Forked by hand, as ``multiprocessing`` gives the children of daemons (of data loaders, of launchers) no children.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from hap.rules.notation import Call, Dim, Row, Rule, Slot, partial_rows, whole_slots
 
 
@@ -90,20 +92,24 @@ def _broadcast(shape: tuple[int, ...], dim: int, size: int) -> Slot:
 
 
 def index_put(call: Call) -> Iterator[Row]:
-    """``index_put(x, [..., indices, ...], values, accumulate)``, accumulating: the gradient of ``index``."""
+    """``index_put(x, [..., i, j, ...], values, accumulate)``, accumulating: the gradient of ``index``."""
     positions = _adjacent(call.argument(1, "indices"))
-    x, indices, values = (m.shape for m in call.inputs[:3]) if len(call.inputs) == 3 else ((), (), ())
-    if len(positions) != 1 or call.inputs[1].dtype.itemsize < 4 or not call.argument(3, "accumulate", False):
+    x, *indices, values = call.inputs
+    accumulates = call.argument(3, "accumulate", False)
+    if not positions or not accumulates or any(m.dtype.itemsize < 4 for m in indices):
         return
-    position = positions[0]
-    if values != (*x[:position], *indices, *x[position + 1 :]):
+    first, count = positions[0], len(positions)
+    common = torch.broadcast_shapes(*(m.shape for m in indices))
+    if values.shape != (*x.shape[:first], *common, *x.shape[first + count :]):
         return
-    for dim in range(len(x)):
-        if dim != position:
-            yield Row((Dim(dim), "R", Dim(dim if dim < position else dim - 1 + len(indices))), (Dim(dim),))
-    for dim in range(len(indices)):
-        yield Row(("P", Dim(dim), Dim(position + dim)), ("P",))
-    yield from partial_rows(call, ("PRP",))
+    for dim in range(len(x.shape)):
+        if dim not in positions:
+            moved = Dim(dim if dim < first else dim - count + len(common))
+            yield Row((Dim(dim), *whole_slots(count), moved), (Dim(dim),))
+    for dim, size in enumerate(common):
+        slots = tuple(_broadcast(m.shape, dim - len(common), size) for m in indices)
+        yield Row(("P", *slots, Dim(first + dim)), ("P",))
+    yield from partial_rows(call, ("P" + "R" * count + "P",))
 
 
 def index_select(call: Call) -> Iterator[Row]:

@@ -69,15 +69,18 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="CASES", help="such as gpt2@mix-4, separated by commas")
+    parser.add_argument("--tables", action="store_true", help="plan nothing: the rows of the last result again")
     options = parse(NAME, "How long planning takes, and how far a plan is from the best.", argv, parser)
     torch.set_num_threads(1)
     every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE] + list(LARGE)
     wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
-    known = _known(options.out) if options.extra.only else {}
+    wanted = [] if options.extra.tables else wanted
+    known = _known(options.out) if options.extra.only or options.extra.tables else {}
     report = Report(NAME, "Planning: seconds, and the gap to a proved bound", options)
     for case in wanted:
         known[case] = planned(*case.split("@"))
         print(_line(known[case]), file=sys.stderr, flush=True)
+        _keep(options.out, known)
     rows = [known[case] for case in dict.fromkeys([*every, *wanted]) if case in known]
     parts = {part: json.loads(p.read_text()) for part in PARTS if (p := options.out / f"{NAME}_{part}.json").is_file()}
     _figures(report, rows, parts)
@@ -90,9 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with drawing(1, 2, width=6.0, height=1.0 + 0.25 * len(rows)) as (figure, axes):
         _draw(axes, rows)
         path = report.write(figure)
-    body = json.loads(path.read_text()) | {"cases": {r.name: asdict(r) | {"gap": r.gap} for r in rows}}
-    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    assert path == options.out / f"{NAME}.json"
+    _keep(options.out, {r.name: r for r in rows})
     return 0
+
+
+def _keep(out: Path, rows: Mapping[str, Row]) -> None:
+    """The rows beside the figures, after every case: a run that is cut off loses none."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{NAME}.json"
+    body = json.loads(path.read_text()) if path.is_file() else {}
+    body["cases"] = {case: asdict(r) | {"gap": r.gap} for case, r in rows.items()}
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
 def _known(out: Path) -> dict[str, Row]:

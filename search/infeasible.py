@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from hap.cluster import ClusterSpec
 from hap.cost_models.evaluate import Evaluation
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
 from hap.search.prices import Facts
@@ -13,19 +16,32 @@ def why_infeasible(facts: Facts, closest: Evaluation | None, *, pinned: bool) ->
     devices = facts.cluster.devices
     usable = [usable_bytes(d.memory_bytes) for d in devices]
     parameters = [n for n in facts.graph.sources("parameter") if n.target in facts.graph.gradients]
+    numbers = sum(n.meta.numel for n in parameters)
     state = sum(n.meta.nbytes + optimizer_state_bytes(facts.optimizer, n.meta.nbytes) for n in parameters)
-    total = f"the {len(usable)} devices hold {format_size(sum(usable))} after the reserve"
+    total = f"the {len(usable)} devices hold {format_size(sum(usable))} after the reserve ({_kinds(facts.cluster)})"
+    needs = f"{_count(numbers)} parameters and {facts.optimizer} state need {format_size(state)}"
     if state > sum(usable):
-        return f"parameters and {facts.optimizer} state need {format_size(state)}; {total}"
+        return f"{needs}; {total}"
     if closest is None:
         pins = " with these pins" if pinned else ""
-        return (
-            f"no choice of placements fits{pins}: parameters and {facts.optimizer} state take {format_size(state)}, "
-            f"activations and gradients come on top; {total}"
-        )
+        return f"no choice of placements fits{pins}: {needs}, activations and gradients come on top; {total}"
     over = [used - room for used, room in zip(closest.memory_bytes, usable, strict=True)]
     worst = over.index(max(over))
     return (
         f"{devices[worst].name} would need {format_size(closest.memory_bytes[worst])} and has "
-        f"{format_size(usable[worst])} in the closest plan found; {total}; a smaller batch needs less"
+        f"{format_size(usable[worst])} in the closest plan found; {needs}; {total}; a smaller batch needs less"
     )
+
+
+def _kinds(cluster: ClusterSpec) -> str:
+    """The devices in the user's words: "8 A100-40GB, 16 V100-16GB and 4 T4"."""
+    kinds = [f"{count} {gpu}" for gpu, count in Counter(d.gpu for d in cluster.devices).items()]
+    return kinds[0] if len(kinds) == 1 else f"{', '.join(kinds[:-1])} and {kinds[-1]}"
+
+
+def _count(numbers: int) -> str:
+    """6738415616 -> "6.7B"."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if numbers >= unit:
+            return f"{numbers / unit:.3g}{name}"
+    return str(numbers)

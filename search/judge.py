@@ -28,15 +28,15 @@ from hap.codegen.passes.runner import Pass, run_passes, standard_passes
 from hap.codegen.passes.windows import work_of
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait
 from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
-from hap.cost_models.compute import ComputeTable, split_work
+from hap.cost_models.compute import Calls, ComputeTable
 from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.fold import Cluster, fold
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue, Timeline, play
-from hap.cost_models.work import node_work
 from hap.fabric import Array
 from hap.graph import Graph
-from hap.placement import REPLICATE, Shard
+from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.plan import Plan, Strategy
 from hap.search.assemble import assemble_plan
 from hap.search.found import Found
@@ -45,6 +45,7 @@ from hap.search.refine import reshare
 from hap.search.strategies import Chooser
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
+LEANEST = 0.95  # of the busiest rank's compute: no program of the same strategies takes less, whatever folds into what
 FAR = 1.6  # times the shortest bulk-synchronous step: what bundling and overlap do not make up for
 _FOLDED = ("hap.addmm.default", "aten.addmm.default")
 _CALLS = 10
@@ -66,7 +67,8 @@ def default_passes(program: Program, cluster: ClusterSpec | None) -> tuple[Pass,
 def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, off: Sequence[str] = ()) -> Timeline:
     """One step of ``program``, which ``lower`` made of ``plan``, after the passes but those named in ``off``."""
     rewritten = run_passes(program, default_passes(program, cluster), off=off).program
-    return play(_Events(graph, plan, rewritten, cluster).all(), tuple(d.name for d in cluster.devices))
+    events = _Events(graph, plan, rewritten, cluster, program.sizes, Calls(graph))
+    return play(events.all(), tuple(d.name for d in cluster.devices))
 
 
 def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
@@ -75,10 +77,18 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     problem = chooser.problem
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     candidates = [f for f in found.values() if f.cost[1] <= FAR * best.cost[1]][: 1 + MOST]
-    candidates += {_key(f): f for f in _family(chooser) if f.fits and _key(f) not in found}.values()
-    timed = [(_seconds(problem, f), f.cost, number) for number, f in enumerate(candidates)]
+    candidates += [f for f in _family(chooser) if f.fits]
+    programs: dict[object, Found] = {}
+    for f in sorted(candidates, key=lambda f: f.cost):
+        programs.setdefault((tuple(f.strategies.values()), f.regather), f)
+    timed: list[tuple[float, tuple[float, float], int]] = []
+    rest = sorted(programs.values(), key=lambda f: max(f.evaluation.compute_s))
+    for number, f in enumerate(rest):
+        if timed and max(f.evaluation.compute_s) * LEANEST > min(timed)[0]:
+            break
+        timed.append((_seconds(problem, f), f.cost, number))
     seconds, _, number = min(timed)
-    return candidates[number], seconds
+    return rest[number], seconds
 
 
 def _key(found: Found) -> tuple[object, ...]:
@@ -98,7 +108,12 @@ def _seconds(problem: Problem, found: Found) -> float:
         lower_bound_s=None,
         solver={},
     )
-    return played(graph, made, lower(graph, made), problem.cluster).step_s
+    program = lower(graph, made)
+    rewritten = run_passes(program, default_passes(program, problem.cluster)).program
+    folded = fold(problem.cluster, dict.fromkeys(made.sizes.values()))
+    cluster, sizes = (problem.cluster, made.sizes) if folded is None else (folded, folded.take(made.sizes))
+    events = _Events(graph, made, rewritten, cluster, sizes, problem.facts.calls)
+    return play(events.all(), tuple(d.name for d in cluster.devices)).step_s
 
 
 def _family(chooser: Chooser) -> Iterator[Found]:
@@ -154,7 +169,9 @@ class _Events:
     graph: Graph
     plan: Plan
     program: Program
-    cluster: ClusterSpec
+    cluster: Cluster
+    sizes: GroupSizes
+    calls: Calls
     _known: dict[tuple[object, ...], _Wire] = field(default_factory=dict)
 
     def all(self) -> Iterator[Event]:
@@ -165,8 +182,8 @@ class _Events:
         for phase, part in (("forward", self.program.forward), ("backward", self.program.backward)):
             for number, instruction in enumerate(part):
                 yield from self._instruction(instruction, f"{phase} {number}", phase, calls)
-        sizes, optimizer = self.plan.sizes, self.plan.provenance.optimizer
-        yield Local("optimizer", "update", update_seconds(self.graph, strategies, sizes, self.cluster, optimizer))
+        optimizer = self.plan.provenance.optimizer
+        yield Local("optimizer", "update", update_seconds(self.graph, strategies, self.sizes, self.cluster, optimizer))
 
     def _instruction(
         self, instruction: Instruction, place: str, phase: str, calls: Mapping[str, Array]
@@ -215,7 +232,7 @@ class _Events:
         source, target = work.members[largest].source, work.members[largest].target
         key = (work.kind, work.decomposition, len(nbytes), sum(nbytes), source, target)
         if key not in self._known:
-            sizes, n = self.program.sizes, self.cluster.world_size
+            sizes, n, ranks = self.sizes, self.cluster.world_size, self.cluster.fabric.world_size
             form = collective_coefficients(
                 work.kind, work.decomposition, sum(nbytes), source, target, self.cluster, sizes=sizes
             )
@@ -226,11 +243,11 @@ class _Events:
                     packing = packing + stage.rows(rho, sigma)
                 else:
                     seconds += stage.seconds(rho, sigma)
-            if work.kind == "all_reduce" and n > 1:
+            if work.kind == "all_reduce" and ranks > 1:
                 bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
                 packing = packing + 2 * sum(nbytes) / (COPY_EFFICIENCY * bandwidth)
-            if work.kind != "slice" and n > 1:
-                calls = _CALLS + len(nbytes) * (1 if work.kind == "all_reduce" else n)
+            if work.kind != "slice" and ranks > 1:
+                calls = _CALLS + len(nbytes) * (1 if work.kind == "all_reduce" else ranks)
                 packing = packing + calls * np.array([d.launch_s for d in self.cluster.devices])
             self._known[key] = _Wire(seconds, packing)
         return self._known[key]
@@ -239,12 +256,12 @@ class _Events:
         """Node -> seconds on every rank (N,), where it takes any."""
         table = ComputeTable(self.cluster.devices)
         n = self.cluster.world_size
-        rho = {group: np.array(s, dtype=np.float64) / sum(s) for group, s in self.plan.sizes.items()}
+        atoms = {group: np.array(s, dtype=np.float64) for group, s in self.sizes.items()}
         found: dict[str, Array] = {}
         for node in self.graph.nodes:
             if not node.is_source:
-                parts = split_work(node_work(self.graph, node), strategies[node.name])
-                seconds = table.seconds(parts, np.ones(n) if parts.group is None else rho[parts.group])
+                parts = self.calls.parts(node.name, strategies[node.name])
+                seconds = table.seconds(parts, np.ones(n) if parts.group is None else atoms[parts.group] / parts.n)
                 if seconds.any():
                     found[node.name] = seconds
         return found

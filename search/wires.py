@@ -20,11 +20,12 @@ from hap.cost_models.collective import CollectiveForm, candidates, collective_co
 from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers, fold
 from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
-from hap.placement import REPLICATE, GroupSizes, Placement, Shard
+from hap.placement import PARTIAL, REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Collective
 
 GRID = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
 MOST_APART = 64
+MS = 1e3
 _SHARD = Shard(0, 1, 1, 1, "any")  # forms depend on whether a placement is a shard, not on which
 
 
@@ -223,31 +224,37 @@ class Wires:
 
     def cheapest_shares(self, nbytes: int) -> Array | None:
         """Shares (N,) at which gathering and reduce-scattering a value of ``nbytes`` together takes least: who stores
-        what all need. None for a single rank. A ring is shortest where few own all, so alike ranks may differ, if there
-        are no more than ``MOST_APART``."""
+        what all need. None for a single rank. Of the best shares for each way to do either, those that do both best. A
+        ring is shortest where few own all, so alike ranks may differ, if there are no more than ``MOST_APART``."""
         n = self.cluster.world_size
         if n == 1:
             return None
         assert isinstance(self.cluster, ClusterSpec), "asked of ranks"
-        classes = RankClasses.find(self.cluster, range(n) if n <= MOST_APART else None)
-        found = [self._cheapest("all_gather", name, nbytes, classes) for name in self.names("all_gather")]
-        return classes.spread(min(found, key=lambda f: f[0])[1])
+        forms = ClassForms(self.cluster, RankClasses.find(self.cluster, range(n) if n <= MOST_APART else None))
+        gather = [forms.form("all_gather", name, nbytes, _SHARD, REPLICATE) for name in self.names("all_gather")]
+        scatter = [forms.form("reduce_scatter", name, nbytes, PARTIAL, _SHARD) for name in self.names("reduce_scatter")]
+        nothing = np.zeros(len(forms.classes.counts))
 
-    def _cheapest(self, kind: Collective, name: str, nbytes: int, classes: RankClasses) -> tuple[float, Array]:
-        """(seconds, shares of the classes (C,)) by an LP over the rows of the form."""
-        assert isinstance(self.cluster, ClusterSpec), "asked of ranks"
-        form = ClassForms(self.cluster, classes).form(kind, name, nbytes, _SHARD, REPLICATE)
-        model = mathopt.Model(name="cheapest")
-        rho = [model.add_variable(lb=0, ub=1) for _ in classes.counts]
-        model.add_linear_constraint(sum(float(k) * v for k, v in zip(classes.counts, rho, strict=True)) == 1)
-        tops = [model.add_variable(lb=0) for _ in form.stages]
-        for top, rows in zip(tops, form.stages, strict=True):
-            for constant, row in zip(rows.constant.tolist(), rows.source.tolist(), strict=True):
-                model.add_linear_constraint(
-                    top >= 1e3 * constant + sum(1e3 * k * v for k, v in zip(row, rho, strict=True))
-                )
-        model.minimize(sum(tops))
-        result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=1))
-        assert result.has_primal_feasible_solution(), "some rank can store it"
-        values = result.variable_values()
-        return form.constant_s + result.objective_value() / 1e3, np.array([max(0.0, values[v]) for v in rho])
+        def both_s(rho: Array) -> float:
+            return min(f.seconds(rho, nothing) for f in gather) + min(f.seconds(nothing, rho) for f in scatter)
+
+        tried = [_cheapest([(rows.constant, rows.source) for rows in f.stages], forms.classes) for f in gather]
+        tried += [_cheapest([(rows.constant, rows.target) for rows in f.stages], forms.classes) for f in scatter]
+        return forms.classes.spread(min(tried, key=both_s))
+
+
+def _cheapest(stages: Sequence[tuple[Array, Array]], classes: RankClasses) -> Array:
+    """Shares of the classes (C,) for which the sum of the stages' largest rows, constant (K,) + slope (K, C) @ shares,
+    is least."""
+    model = mathopt.Model(name="cheapest")
+    rho = [model.add_variable(lb=0, ub=1) for _ in classes.counts]
+    model.add_linear_constraint(sum(float(k) * v for k, v in zip(classes.counts, rho, strict=True)) == 1)
+    tops = [model.add_variable(lb=0) for _ in stages]
+    for top, (constants, slopes) in zip(tops, stages, strict=True):
+        for constant, row in zip(constants.tolist(), slopes.tolist(), strict=True):
+            model.add_linear_constraint(top >= MS * constant + sum(MS * k * v for k, v in zip(row, rho, strict=True)))
+    model.minimize(sum(tops))
+    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=1))
+    assert result.has_primal_feasible_solution(), "some rank can store it"
+    values = result.variable_values()
+    return np.array([max(0.0, values[v]) for v in rho])

@@ -72,6 +72,8 @@ def test_one_device_needs_no_collective() -> None:
 def test_says_in_numbers_what_does_not_fit() -> None:
     with pytest.raises(InfeasibleError, match=r"parameters and adamw state need 100\.7.*MB; the 2 devices hold 36MB"):
         plan_graph(STATE_BOUND, cluster((10, "20MB"), (10, "20MB")))
+    with pytest.raises(InfeasibleError, match=r"^8\.39M parameters and adamw state need .*hold 36MB .*\(2 gpu\)$"):
+        plan_graph(STATE_BOUND, cluster((10, "20MB"), (10, "20MB")))
     with pytest.raises(InfeasibleError, match=r"devices hold 99MB"):
         plan_graph(STATE_BOUND, cluster((10, "55MB"), (10, "55MB")))
 

@@ -101,7 +101,7 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
 
 
 def test_every_command_prints_json() -> None:
-    assert [name for name, options in SURFACE.items() if "--json" not in options] == ["rules"]  # which only has check
+    assert [name for name, options in SURFACE.items() if "--json" not in options] == ["rules"]  # which only has others
 
 
 def test_rules_check_proves_one_operator_and_names_what_is_missing(
@@ -115,7 +115,7 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("hap ex", {"explain"}), ("hap plan --wi", {"--without"}), ("hap rules ", {"check"})],
+    [("hap ex", {"explain"}), ("hap plan --wi", {"--without"}), ("hap rules ", {"check", "discover"})],
 )
 def test_completion_in_a_shell(typed: str, offered: set[str]) -> None:
     """As bash asks: the line so far in variables, one candidate a line in return."""

@@ -41,16 +41,22 @@ Open = dict[int, tuple[int, Copies]]  # tensor -> (place, or -1 while it is not 
 UNMADE = -1
 
 
+class Picks(NamedTuple):
+    """Options so far: the last one, and those before it."""
+
+    last: int
+    before: Picks | None
+
+
 class State(NamedTuple):
-    """See the module's docstring. ``waits[v]``: what tensor v contributes to ``left``; ``picks``: options so far, as a
-    chain (last, before)."""
+    """See the module's docstring. ``waits[v]``: what tensor v contributes to ``left``."""
 
     depth: int
     open: Open
     ready: Vector
     held: Vector
     waits: dict[int, float]
-    picks: tuple[int, object] | None
+    picks: Picks | None
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,9 @@ class Astar:
         self.least_held = self._least_held()
         self.binding = bool(theory.capacity_bytes)
         self.expanded = self.generated = 0
-        self.asking: dict[int, list[tuple[int, int]]] = {}  # class -> (tensor, use): it reads what it makes
+        self.asking: dict[int, list[int]] = {}  # tensor -> uses by the class that makes it
         for v, tensor in enumerate(theory.tensors):
-            for k, use in enumerate(tensor.uses):
-                if use.reader == tensor.producer:
-                    self.asking.setdefault(tensor.producer, []).append((v, k))
+            self.asking[v] = [k for k, use in enumerate(tensor.uses) if use.reader == tensor.producer]
         self.last_use = [max((u.reader for u in t.uses if u.reader is not None), default=-1) for t in theory.tensors]
         self._wanted: dict[tuple[int, int], Copies] = {}
         self._groups()
@@ -156,23 +160,31 @@ class Astar:
                     yield child
 
     def _agrees(self, state: State, option: int) -> bool:
-        for first, options, own in self.follows.get(state.depth, ()):
-            picks = state.picks
-            for _ in range(state.depth - 1 - first):
-                assert picks is not None
-                picks = picks[1]  # type: ignore[assignment]
-            assert picks is not None
-            if (picks[0] in options) != (option in own):
-                return False
-        return True
+        """Whether the inputs of a group that are decided are sharded if this one is."""
+        follows = self.follows.get(state.depth, ())
+        return all((_picked(state, first) in options) == (option in own) for first, options, own in follows)
 
     def _expand(self, state: State, option: int) -> State | None:
         """The state after deciding one more node; None if a conversion is impossible or memory is exceeded."""
-        a, theory = state.depth, self.theory
-        opened, waits = dict(state.open), dict(state.waits)
-        pays: list[Cost] = []
-        for v, k in theory.read[a]:
-            tensor = theory.tensors[v]
+        a, opened, waits = state.depth, dict(state.open), dict(state.waits)
+        before = self._read(a, option, opened, waits)
+        after = None if before is None else self._make(a, option, opened)
+        if before is None or after is None:
+            return None
+        pays, held = [*before, self.theory.costs[a][option], *after], state.held
+        for cost in pays:
+            held = _add(held, cost.held_bytes)
+        if self.binding and not self._fits(held, a + 1):
+            return None
+        for v in dict.fromkeys([*(v for v, _ in self.theory.read[a]), *self.theory.made[a]]):
+            self._settle(v, a, opened, waits)
+        return State(a + 1, opened, self._ready(state.ready, pays), held, waits, Picks(option, state.picks))
+
+    def _read(self, a: int, option: int, opened: Open, waits: dict[int, float]) -> list[Cost] | None:
+        """What bringing the inputs of class a into place costs; what is not made yet is asked for."""
+        pays = []
+        for v, k in self.theory.read[a]:
+            tensor = self.theory.tensors[v]
             place, copies = opened.get(v, (UNMADE, NOTHING))
             wanted = tensor.uses[k].wants[option], tensor.uses[k].copy
             if place == UNMADE:
@@ -182,28 +194,22 @@ class Astar:
                     return None
                 pays.append(tensor.conversions[place, *wanted])
             opened[v] = place, copies | {wanted}
-        pays.append(theory.costs[a][option])
-        computed = len(pays)
-        for v in theory.made[a]:
-            tensor, place = theory.tensors[v], theory.tensors[v].gives[option]
+        return pays
+
+    def _make(self, a: int, option: int, opened: Open) -> list[Cost] | None:
+        """What bringing the outputs of class a where they are asked for already costs."""
+        pays = []
+        for v in self.theory.made[a]:
+            tensor, place = self.theory.tensors[v], self.theory.tensors[v].gives[option]
             copies = opened.get(v, (UNMADE, NOTHING))[1]
-            own = {(tensor.uses[k].wants[option], tensor.uses[k].copy) for u, k in self.asking.get(a, ()) if u == v}
-            for q, copy in sorted(copies | own):
+            copies |= {(tensor.uses[k].wants[option], tensor.uses[k].copy) for k in self.asking.get(v, ())}
+            for q, copy in sorted(copies):
                 if q != place:
                     if (place, q, copy) not in tensor.conversions:
                         return None
                     pays.append(tensor.conversions[place, q, copy])
-            opened[v] = place, copies | own
-        held = state.held
-        for cost in pays:
-            held = _add(held, cost.held_bytes)
-        if self.binding and not self._fits(held, a + 1):
-            return None
-        touched = dict.fromkeys([*(v for v, _ in theory.read[a]), *theory.made[a]])
-        for v in touched:
-            self._settle(v, a, opened, waits)
-        ready = self._ready(state.ready, pays, computed)
-        return State(a + 1, opened, ready, held, waits, (option, state.picks))
+            opened[v] = place, copies
+        return pays
 
     def _settle(self, v: int, decided: int, opened: Open, waits: dict[int, float]) -> None:
         """Forget what no later reader wants; renew what the tensor contributes to ``left``."""
@@ -218,7 +224,7 @@ class Astar:
         opened[v] = place, copies
         waits[v] = self.potentials.waiting(v, place, copies, decided)
 
-    def _ready(self, ready: Vector, pays: Sequence[Cost], computed: int) -> Vector:
+    def _ready(self, ready: Vector, pays: Sequence[Cost]) -> Vector:
         for cost in pays:
             if self.theory.waits and cost.together_s > 0:
                 together = max(ready) + cost.together_s
@@ -243,15 +249,7 @@ class Astar:
 
     def key(self, state: State) -> object:
         """What the completions of a state depend on, beside ``ready`` and ``held``."""
-        groups = []
-        for first, last in self.leads.items():
-            if first < state.depth <= last:
-                picks = state.picks
-                for _ in range(state.depth - 1 - first):
-                    assert picks is not None
-                    picks = picks[1]  # type: ignore[assignment]
-                assert picks is not None
-                groups.append(picks[0])
+        groups = [_picked(state, first) for first, last in self.leads.items() if first < state.depth <= last]
         return state.depth, tuple(state.open.items()), tuple(groups)
 
     # -- the search ----------------------------------------------------------------------------------------------------
@@ -292,7 +290,9 @@ class Astar:
             taken, children = self.potentials.taken[state.depth], list(self.expand(state))
             if not children:
                 return None, inf
-            state = min(children, key=lambda child: (-round(taken[_last(child)], 6), self.estimate(child)))
+            state = min(
+                children, key=lambda child: (-round(taken[_picked(child, state.depth)], 6), self.estimate(child))
+            )
         return state, max(state.ready)
 
 
@@ -300,17 +300,22 @@ def _add(a: Vector, b: Vector) -> Vector:
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _last(state: State) -> int:
-    assert state.picks is not None
-    return state.picks[0]
+def _picked(state: State, a: int) -> int:
+    """The option of class a, which is decided."""
+    picks = state.picks
+    for _ in range(state.depth - 1 - a):
+        assert picks is not None
+        picks = picks.before
+    assert picks is not None
+    return picks.last
 
 
 def _chain(state: State | None) -> tuple[int, ...]:
     found: list[int] = []
     picks = None if state is None else state.picks
     while picks is not None:
-        found.append(picks[0])
-        picks = picks[1]  # type: ignore[assignment]
+        found.append(picks.last)
+        picks = picks.before
     return tuple(reversed(found))
 
 

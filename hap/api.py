@@ -19,10 +19,9 @@ from hap.capture import capture
 from hap.capture.inputs import StepInputs
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
-from hap.codegen.passes.runner import print_program, run_passes, standard_passes
-from hap.codegen.program import Convert, Program
+from hap.codegen.passes.runner import print_program, run_passes
+from hap.codegen.program import Program
 from hap.codegen.source import to_python
-from hap.cost_models.collective import best_decomposition
 from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.cost_models.timeline import Timeline
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
@@ -34,7 +33,7 @@ from hap.rules.whole import find_forced
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from hap.search.assemble import ASSUMPTIONS
-from hap.search.judge import played
+from hap.search.judge import default_passes, played
 from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
 from hap.whatif import explained
@@ -186,14 +185,8 @@ def _decide(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | Non
 
 
 def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]) -> Program:
-    """After the passes. A bundle goes the way that is fastest on the cluster for its bytes, where that is known."""
-
-    def choose(largest: Convert, nbytes: int) -> str:
-        if cluster is None:
-            return largest.decomposition
-        return best_decomposition(largest.kind, nbytes, largest.source, largest.target, program.sizes, cluster)[0]
-
-    return run_passes(program, standard_passes(choose=choose), off=off).program
+    """After the passes, which are those that the plan was judged with."""
+    return run_passes(program, default_passes(program, cluster), off=off).program
 
 
 def _measured(plan: Plan, cluster: CalibratedCluster) -> Plan:

@@ -13,6 +13,7 @@ from hap.rules.notation import make_call
 from hap.rules.table import DEFAULT_TABLE, RuleTable
 
 BATCH = "batch"  # the label of the group that holds the batch
+_CONSTANTS = ("aten.new_", "aten.full_like", "aten.zeros_like", "aten.ones_like", "aten.empty_like")
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,15 @@ def find_forced(choices: Choices, table: RuleTable = DEFAULT_TABLE) -> tuple[For
 
 
 def _groups(choices: Choices, node: Node) -> Iterator[tuple[int, str]]:
-    """(number of an argument, name of a group by which its producer could give it)."""
+    """(number of an argument, name of a group by which its producer could give it).
+
+    Of arguments whose values are read, and are floating: ids and masks are small, and a constant's argument is a shape.
+    """
+    if node.op.startswith(_CONSTANTS):
+        return
     for position, value in enumerate(node.inputs):
+        if not choices.graph.meta(value).dtype.is_floating_point:
+            continue
         for strategy in choices.strategies[value.node]:
             placement = strategy.outputs[value.index]
             if isinstance(placement, Shard):

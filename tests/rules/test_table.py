@@ -129,6 +129,7 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     ("aten.index.Tensor", (meta(6, 5, 4), (integers(3, 1), integers(2)))),
     ("aten.index.Tensor", (meta(6, 5, 4), (integers(3), None, integers(3)))),
     ("aten.index_put.default", (meta(6, 5, 4), (None, integers(3, 2)), meta(6, 3, 2, 4), True)),
+    ("aten.index_put.default", (meta(6, 5, 4), (None, integers(3, 1), integers(2)), meta(6, 3, 2), True)),
     ("aten.index_put.default", (meta(6, 5, 4), (None, integers(3, 2)), meta(6, 3, 2, 4), False)),
     ("aten.index_select.default", (X, 0, integers(3))),
     ("aten.native_layer_norm.default", (meta(3, 6, 4), (4,), ROW, ROW, 1e-5)),

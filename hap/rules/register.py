@@ -170,7 +170,7 @@ def _sample_call(
         raise RuleError(f"{op} gives NaN or infinity on {on}, which proves nothing; pass samples")
     outputs = tuple(TensorMeta(tuple(r.shape), r.dtype) if isinstance(r, torch.Tensor) else None for r in results)
     expected = [tuple(sizes.get(n) if n != "." else None for n in term) for term in einsum.outputs]
-    if not _as_expected([o and o.shape for o in outputs], expected):
+    if not _as_expected([None if o is None else o.shape for o in outputs], expected):
         found = ", ".join(str(o and o.shape) for o in outputs)
         says = ", ".join(str(tuple("." if n is None else n for n in term)) for term in expected)
         raise RuleError(f"{op} gives {found} where its rule says {says}".replace("'.'", "."))

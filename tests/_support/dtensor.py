@@ -174,9 +174,11 @@ def _form(call: Call, inputs: Any, outputs: Any) -> Form | None:
 
 
 def our_forms(call: Call) -> frozenset[Form]:
-    return frozenset(
-        (tuple(_plain(s) for s in row.inputs), tuple(_plain(s) for s in row.outputs)) for row in call_rows(call)
-    )
+    return frozenset(map(form_of, call_rows(call)))
+
+
+def form_of(row: Row) -> Form:
+    return tuple(_plain(s) for s in row.inputs), tuple(_plain(s) for s in row.outputs)
 
 
 def _plain(slot: Slot | None) -> Any:

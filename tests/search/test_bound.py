@@ -9,7 +9,8 @@ from hap.cost_models.collective import best_decomposition
 from hap.cost_models.evaluate import evaluate
 from hap.graph import Value
 from hap.placement import PARTIAL, REPLICATE, Shard
-from hap.plan import Collective
+from hap.plan import Collective, Strategy
+from hap.rules.choices import Choices
 from hap.search import plan_graph
 from hap.search.bound import Bound, Line, best_weights, make_bound
 from hap.search.prices import Facts
@@ -53,6 +54,21 @@ def test_below_every_plan_of_a_tiny_model() -> None:
     assert bound <= least < float("inf")
 
 
+def random_strategies(found: Choices, rng: random.Random) -> dict[str, Strategy]:
+    """One for every node, such that no partial is asked of a node that does not make one."""
+    strategies: dict[str, Strategy] = {}
+    made: dict[Value, object] = {}
+    for node in found.graph.nodes:
+        fitting = [
+            s
+            for s in found.strategies[node.name]
+            if all(p != PARTIAL or made[v] == PARTIAL for v, p in zip(node.inputs, s.inputs, strict=True))
+        ]
+        strategies[node.name] = rng.choice(fitting)
+        made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+    return strategies
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_joint_bound_is_below_random_plans(seed: int) -> None:
     """Any strategies that fit together, at any sizes, on links from slow to fast."""
@@ -63,16 +79,25 @@ def test_the_joint_bound_is_below_random_plans(seed: int) -> None:
     bound = lower_bound(Facts(found.graph, found.strategies, devices, "adamw"))
     assert bound is not None and bound.seconds >= bound.compute_s > 0
     for _ in range(40):
-        strategies, made = {}, {}
-        for node in found.graph.nodes:
-            fitting = [
-                s
-                for s in found.strategies[node.name]
-                if all(p != PARTIAL or made[v] == PARTIAL for v, p in zip(node.inputs, s.inputs, strict=True))
-            ]
-            strategies[node.name] = rng.choice(fitting)
-            made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+        strategies = random_strategies(found, rng)
         ratios = [rng.random() * rng.choice([0, 1, 1]) + 1e-3 for _ in speeds]
+        sizes = {name: round_shares(ratios, g.n) for name, g in found.groups.items()}
+        assert bound.seconds <= evaluate(found.graph, strategies, sizes, devices).step_s
+
+
+@pytest.mark.parametrize("network", ["100MB/s", "10GB/s"])
+def test_the_bound_of_many_devices_is_below_random_plans(network: str) -> None:
+    """Eighty of two kinds, alike ones asked about once."""
+    rng, kinds = random.Random(5), [4, 1]
+    speeds = [(kinds[r >= 40], "1GB") for r in range(80)]
+    found, devices = mlp(batch=160, width=80, layers=2), cluster(*speeds, network=network, memory_bandwidth="1GB/s")
+    bound = lower_bound(Facts(found.graph, found.strategies, devices, "adamw"))
+    assert bound is not None and bound.seconds > bound.compute_s > 0
+    for _ in range(15):
+        strategies = random_strategies(found, rng)
+        ratios = [rng.choice([0, 1, 4]) + 1e-3 for _ in range(80)]
+        if rng.random() < 0.5:
+            ratios = [ratios[r >= 40] for r in range(80)]
         sizes = {name: round_shares(ratios, g.n) for name, g in found.groups.items()}
         assert bound.seconds <= evaluate(found.graph, strategies, sizes, devices).step_s
 

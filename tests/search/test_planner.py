@@ -138,7 +138,7 @@ def test_a_plan_is_what_the_judge_says_it_is() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_plans_are_byte_identical_whatever_the_hash_seed() -> None:
+def test_plans_are_byte_identical_whatever_the_hash_seed_and_the_threads() -> None:
     script = (
         "from hap.search import plan_graph\n"
         "from tests.search.models import cluster, mlp\n"
@@ -147,10 +147,11 @@ def test_plans_are_byte_identical_whatever_the_hash_seed() -> None:
     )
     here = plan_graph(STATE_BOUND, cluster((10, "100MB"), (10, "100MB"), (10, "50MB"))).checksum
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    threads = "2" if os.environ.get("OMP_NUM_THREADS") != "2" else "1"
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": seed},
+        env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads},
         capture_output=True,
         text=True,
         check=True,

@@ -94,11 +94,11 @@ def scatter_padded(flat: torch.Tensor, lengths: Sequence[int], group: dist.Proce
 def as_bytes(piece: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as a flat ``uint8`` tensor: a view if it is contiguous.
 
-    A single element counts as contiguous whatever its stride, but only one with stride 1 can be viewed as bytes.
+    One element, or none, counts as contiguous whatever its stride, but only one of stride 1 can be viewed as bytes.
     """
     flat = piece.contiguous().reshape(-1)
-    if flat.numel() == 1:
-        flat = flat.as_strided((1,), (1,))  # a view, since a broadcast writes here
+    if flat.numel() <= 1:
+        flat = flat.as_strided(flat.shape, (1,))  # a view, since a broadcast writes here
     return flat.view(torch.uint8)
 
 

@@ -179,6 +179,7 @@ def nobody_holds_anything_but_rank_one(rank: int) -> list[list[int]]:
 def test_one_element_of_a_column_travels_as_bytes() -> None:
     column = torch.arange(18.0, dtype=torch.float64).as_strided((1,), (9,), 9)
     assert as_bytes(column).view(torch.float64).tolist() == [9.0]
+    assert as_bytes(torch.arange(6).reshape(2, 3)[:0, 1]).shape == (0,)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,)])

@@ -96,7 +96,7 @@ def worst_gradient(program: HapProgram, model: nn.Module) -> float:
 
 
 def accumulate(rank: int, plans: dict[str, Plan], whole_model: bool) -> dict[str, list[float]]:
-    """Per plan the errors of: two micro-steps' mean, a last batch of 3, one of 7, and a full one after them."""
+    """Per plan the errors of: two micro-steps' mean, batches of 3 and of 7, an uneven pair, a full one after them."""
     return {name: accumulate_one(plan, whole_model) for name, plan in plans.items()}
 
 
@@ -106,7 +106,7 @@ def accumulate_one(plan: Plan, language: bool) -> list[float]:
     x, y = data(0)
     program = hap.compile(build(), plan=plan, example_inputs=(x,), example_targets=y, loss_fn=loss_fn)
     model, found = build(), []
-    for micro_steps in ((8, 8), (3,), (7,), (8, 3), (8,)):
+    for micro_steps in ((8, 8), (8, 3), (8,)) if language else ((8, 8), (3,), (7,), (8, 3), (8,)):
         program.zero_grad()
         model.zero_grad()
         for step, size in enumerate(micro_steps):
@@ -130,7 +130,7 @@ def test_micro_steps_and_smaller_batches_are_those_of_one_process(language: bool
     for rank in run_ranks(3, accumulate, plans, language):
         assert rank.keys() == plans.keys()
         for name, errors in rank.items():
-            assert len(errors) == 7 + 5 + (0 if language else 3) and max(errors) < TOLERANCE, (name, errors)
+            assert len(errors) == (5 + 3 if language else 7 + 5 + 3) and max(errors) < TOLERANCE, (name, errors)
 
 
 def train_an_epoch(rank: int, plan: Plan) -> tuple[list[int], float]:

@@ -195,16 +195,17 @@ def pinned(model: str, found: Choices, machine: Machine, cluster: ClusterSpec) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--clock", choices=("hap", "ours"), default="hap", help="ours: into planning_hap_ours")
-    parser.add_argument("--devices", default="", metavar="N,...", help="default: 8,16,32,64, or 8,32 for our clock")
+    parser.add_argument("--clock", choices=("hap", "ours"), default="hap", help="ours: into planning_hap_ours_N")
+    parser.add_argument("--devices", default="", metavar="N,...", help="default: 8,16,32,64, or 8 for our clock")
     parser.add_argument("--models", default=",".join(BUILD), metavar="NAME,...")
     options = parse(NAME, "HAP's plans and ours under HAP's formulas or under our clock.", argv, parser)
     torch.set_num_threads(1)
     by_hap = options.extra.clock == "hap"
-    sizes = options.extra.devices or ("8,16,32,64" if by_hap else "8,32")
+    sizes = options.extra.devices or ("8,16,32,64" if by_hap else "8")
     models = options.extra.models.split(",")[: 1 if options.quick else None]
     title = "HAP's plans and ours, under " + ("HAP's formulas" if by_hap else "our clock")
-    report, rows, worse = Report(NAME if by_hap else f"{NAME}_ours", title, options), [], 0
+    name = NAME if by_hap else f"{NAME}_ours_{sizes.replace(',', '_')}"
+    report, rows, worse = Report(name, title, options), [], 0
     for model in models:
         for n in [int(n) for n in sizes.split(",")][: 1 if options.quick else None]:
             row = (_under_theirs if by_hap else _under_ours)(

@@ -44,7 +44,8 @@ from hap.search.theory import Bill, Clock, background_theory, bill_prices, unmer
 NAME = "planning_astar"
 CLOCKS: tuple[Clock, ...] = ("node", "stage", "step")
 MOST_COMBINATIONS = 20_000
-TOLERANCE = 1e-6  # the MILP's, relative
+TOLERANCE = 1e-6  # relative
+SOLVER_S = 2e-9  # of the MILP: its rows, in milliseconds, hold up to 1e-6
 
 
 @dataclass(frozen=True)
@@ -282,8 +283,8 @@ def compare(case: Case) -> Outcome:
     return Outcome(case.seed, combinations, every, found, other, expanded, gap)
 
 
-def same(a: float, b: float, tolerance: float) -> bool:
-    return a == b or math.isclose(a, b, rel_tol=tolerance)
+def same(a: float, b: float, tolerance: float, least_s: float = 0.0) -> bool:
+    return a == b or math.isclose(a, b, rel_tol=tolerance, abs_tol=least_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,14 +304,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         equal = sum(same(o.astar[clock], o.every[clock], 1e-9) for o in outcomes)
         report.figure(f"astar_equals_exhaustive {clock}", equal)
     for clock in ("node", "step"):
-        equal = sum(same(o.astar[clock], o.milp[clock], TOLERANCE) for o in outcomes)
+        equal = sum(same(o.astar[clock], o.milp[clock], TOLERANCE, SOLVER_S) for o in outcomes)
         report.figure(f"astar_equals_milp {clock}", equal)
     report.figure("combinations", sum(o.combinations for o in outcomes))
     report.figure("most_states_expanded", max(o.expanded for o in outcomes))
     report.figure("worst_gap_of_the_bound_at_the_start", max(o.start_gap for o in outcomes))
     report.text(
         "Every graph is solved under three clocks: every instruction waits for its slowest rank (node), only "
-        "collectives do (stage), nobody does (step). The MILP has the first and the last."
+        "collectives do (stage), nobody does (step). The MILP has the first and the last; it is taken for equal within the tolerance of its solver, 2 ns."
     )
     report.write(None)
     return 0

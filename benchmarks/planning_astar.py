@@ -311,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.figure("worst_gap_of_the_bound_at_the_start", max(o.start_gap for o in outcomes))
     report.text(
         "Every graph is solved under three clocks: every instruction waits for its slowest rank (node), only "
-        "collectives do (stage), nobody does (step). The MILP has the first and the last; it is taken for equal within the tolerance of its solver, 2 ns."
+        "collectives do (stage), nobody does (step). The MILP has the first and the last; it is taken for equal within "
+        "the tolerance of its solver, 2 ns."
     )
     report.write(None)
     return 0

@@ -71,11 +71,21 @@ def line_seconds(line: Line, weight: Array, many: Array) -> float:
 
 
 def best_weights(bound: Bound) -> tuple[float, ...]:
-    """Weights that make ``bound.seconds`` largest.
+    """Weights that make ``bound.seconds`` largest: the LP's, or those in proportion to speed or equal ones, if they are
+    better, as where the solver gives up for want of precision. Any weights prove a bound."""
+    return max((w for w in (_solved(bound), _by_speed(bound), (1.0,) * len(bound.counts)) if w), key=bound.seconds)
 
-    Times are measured in the longest of the bound's own lines, so that nanoseconds are not lost in the solver's
-    tolerances. Any weights prove a bound; if the LP ends without a point, equal ones do.
-    """
+
+def _by_speed(bound: Bound) -> tuple[float, ...]:
+    """One over the seconds that one device of a class needs for everything."""
+    lines = [(min(lines, key=lambda line: sum(line.fixed + line.slope)), count) for lines, count in bound.menus]
+    alone = [sum(count * (line.fixed[c] + line.slope[c]) for line, count in lines) for c in range(len(bound.counts))]
+    return tuple(1.0 / max(s, 1e-12) for s in alone)
+
+
+def _solved(bound: Bound) -> tuple[float, ...] | None:
+    """By an LP; None if the solver ends without a point. Times are measured in the longest of the bound's own lines, so
+    that nanoseconds are not lost in its tolerances."""
     scale = 1.0 / max(max(line.fixed + line.slope) for lines, _ in bound.menus for line in lines)
     model = mathopt.Model(name="weights")
     weights = [model.add_variable(lb=0, name=f"w[{c}]") for c in range(len(bound.counts))]
@@ -98,9 +108,10 @@ def best_weights(bound: Bound) -> tuple[float, ...]:
     model.objective.is_maximize = True
     result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
     if not result.has_primal_feasible_solution():
-        return (1.0,) * len(bound.counts)
+        return None
     values = result.variable_values()
-    return tuple(max(0.0, values[w]) for w in weights)
+    found = tuple(max(0.0, values[w]) for w in weights)
+    return found if sum(found) > 0 else None
 
 
 def device_classes(cluster: ClusterSpec) -> tuple[tuple[Device, ...], tuple[int, ...]]:

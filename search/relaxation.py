@@ -80,7 +80,7 @@ def lower_bound(facts: Facts) -> LowerBound | None:
     compute_s = separate.seconds(weights)
     if facts.cluster.world_size == 1:
         return LowerBound(compute_s, compute_s, 0)
-    relaxation = _Relaxation(facts, weights)
+    relaxation = Relaxation(facts, weights)
     joint = relaxation.solve()
     seconds = compute_s if joint is None else max(compute_s, joint * (1 - SAFETY))
     return LowerBound(seconds, compute_s, len(relaxation.cost))
@@ -156,7 +156,7 @@ def row_weights(stage: Stage, classes: RankClasses) -> Array:
 # ---- the program ----
 
 
-class _Relaxation:
+class Relaxation:
     """See the module docstring."""
 
     def __init__(self, facts: Facts, weights: Sequence[float], *, radius: int = RADIUS) -> None:
@@ -165,6 +165,7 @@ class _Relaxation:
         self.devices, counts = device_classes(facts.cluster)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))
         self.many = self.weight * np.array(counts)
+        self._known: dict[Line, float] = {}
         self.cost: list[float] = []
         self.names: list[str] = []
         self.row_names: list[str] = []
@@ -183,18 +184,17 @@ class _Relaxation:
         self.x: dict[int, list[int]] = {}
         self.count = {a: len(names) for a, names in members.items()}
         self.first = {a: names[0] for a, names in members.items()}
-        known: dict[object, float] = {}
         for a, (name, *_) in members.items():
-            costs = [self._node_s(name, i, known) for i in range(len(self.facts.candidates[name]))]
+            costs = [self.node_s(name, i) for i in range(len(self.facts.candidates[name]))]
             self.x[a] = [self._variable(f"x[{name},{i}]", self.count[a] * c) for i, c in enumerate(costs)]
             self._row(f"one[{name}]", 1.0, 1.0, [(v, 1.0) for v in self.x[a]])
 
-    def _node_s(self, name: str, option: int, known: dict[object, float]) -> float:
-        strategy = self.facts.candidates[name][option]
-        line = node_line(self.facts, name, strategy, self.devices)
-        if line not in known:
-            known[line] = line_seconds(line, self.weight, self.many)
-        return known[line]
+    def node_s(self, name: str, option: int) -> float:
+        """What a node takes at least under one of its strategies, whatever the shares."""
+        line = node_line(self.facts, name, self.facts.candidates[name][option], self.devices)
+        if line not in self._known:
+            self._known[line] = line_seconds(line, self.weight, self.many)
+        return self._known[line]
 
     def _values(self) -> None:
         """Flows and conversions of every class of values."""
@@ -268,7 +268,7 @@ class _Relaxation:
         for (p, target), users in users_of.items():
             source = produced[p]
             assert source is not None
-            seconds = self._conversion_s(nbytes, source, target)
+            seconds = self.conversion_s(nbytes, source, target)
             if len(users) == 1:
                 flow, each = users[0]
                 self.cost[flow] += seconds * MS / each
@@ -277,7 +277,8 @@ class _Relaxation:
             for number, (flow, each) in enumerate(users):
                 self._row(f"shared[{label},{source}>{target},{number}]", 0.0, np.inf, [(converted, each), (flow, -1.0)])
 
-    def _conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
+    def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
+        """What a conversion takes at least, whatever the shares."""
         kind = collective_kind(source, target)
         if kind != "slice":
             return self.least.seconds(kind, nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -111,8 +111,9 @@ def _held(program: torch.nn.Module, optimizer: torch.optim.Optimizer, inputs: An
     return [*program.parameters(), *program.buffers(), *state, *given]
 
 
-def memory(report: Report) -> None:
-    names = [m.name for m in ZOO][: QUICK if report.options.quick else None]
+def measure_memory(quick: bool) -> list[dict[str, Any]]:
+    """``Peak``s as plain data."""
+    names = [m.name for m in ZOO][: QUICK if quick else None]
     found: list[Peak] = []
     for ranks in CLUSTERS:
         cluster = memory_cluster(ranks)
@@ -122,6 +123,11 @@ def memory(report: Report) -> None:
         for i, (name, plan) in enumerate(plans):
             for rank in range(ranks):
                 found.append(Peak(name, ranks, rank, plan.predicted.memory_bytes[rank], seen[rank][i]))
+    return [asdict(peak) for peak in found]
+
+
+def tell_memory(report: Report, data: Sequence[dict[str, Any]]) -> None:
+    found = [Peak(**peak) for peak in data]
     errors = [abs(p.error) for p in found]
     report.figure("memory_worst_error", max(errors), Spread.of(errors))
     report.text(f"Memory: median error {statistics.median(errors):.1%} over {len(found)} peaks.")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import hap
 from benchmarks.accuracy_cases import cluster, find
-from benchmarks.testbed.pace import deadline, own_slowdown
+from benchmarks.testbed.pace import Deadline, own_slowdown
 from hap.build import BuiltModel
 from hap.capture import capture
 from hap.plan import Plan
@@ -21,15 +21,33 @@ from hap.runtime.profile import make_optimizer, measure
 
 RECORDED = 6  # steps whose sections are recorded, unstretched
 WARM = 2
-PLAIN = ("sink", "bucket", "overlap")  # the model describes the plan, in which nothing is moved, joined or hidden
+PLAIN = ("sink", "bucket", "prefetch", "overlap")  # as the plan is written: nothing is moved, joined or hidden
 
 
 class Run(NamedTuple):
-    """One plan on one rank: seconds of each step; what the deadline says of itself; its sections' nominal seconds."""
+    """One plan on one rank: seconds of each step; by how much deadlines were missed; of each step when the wire was
+    entered and left (``perf_counter``, which the ranks of one machine share)."""
 
     steps: tuple[float, ...]
     late_s: float
-    nominal_s: tuple[float, ...]
+    ends: tuple[tuple[tuple[float, float], ...], ...]
+
+
+class Watched(Deadline):
+    """A deadline that notes when the wire is entered and left."""
+
+    def __init__(self, slowdown: float) -> None:
+        self.ends: list[list[float]] = []
+        super().__init__(slowdown)
+
+    def settle(self) -> None:
+        super().settle()
+        self.ends.append([time.perf_counter()])
+
+    def resume(self) -> None:
+        super().resume()
+        if self.ends:
+            self.ends[-1].append(time.perf_counter())
 
 
 def calibrate(rank: int, name: str, models: Sequence[str]) -> str:
@@ -76,18 +94,20 @@ def _run_plan(model: str, text: str, steps: int) -> Run:
 
     for _ in range(WARM):
         step()
-    pace = deadline()
+    pace = Watched(own_slowdown())
     program.set_pace(pace)
     for _ in range(RECORDED):
         with pace.step():
             step()
-    nominal = pace.hold()
-    seconds = []
+    pace.hold()
+    seconds, ends = [], []
     for _ in range(steps + 1):
+        pace.ends.clear()
         start = time.perf_counter()
         with pace.step():
             step()
         seconds.append(time.perf_counter() - start)
+        ends.append(tuple((entered, left) for entered, left in pace.ends))
     program.set_pace(None)
     dist.barrier()
-    return Run(tuple(seconds[1:]), pace.late_s, nominal)
+    return Run(tuple(seconds[1:]), pace.late_s, tuple(ends[1:]))

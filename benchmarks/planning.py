@@ -186,7 +186,7 @@ def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> N
             report.missing(name, "no case of 1,024 devices has been planned")
     for part in PARTS:
         for name, value in parts.get(part, {}).get("figures", {}).items():
-            report.figure(name, value)
+            report.figure(f"{part}: {name}" if name in report.figures else name, value)
         if part not in parts:
             report.missing(part, f"planning_{part}.py has not been run")
     report.text(

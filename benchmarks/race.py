@@ -33,6 +33,7 @@ from benchmarks.race_rank import race
 from benchmarks.testbed import RankError, Testbed, played
 from hap.capture import capture
 from hap.cluster import ClusterSpec, Link
+from hap.placement import Shard
 from hap.rules.choices import choices
 from hap.runtime.emulate import HostRate, measure_host
 from hap.search.planner import plan_graph
@@ -167,10 +168,9 @@ def shape_of(plan: Any, graph: Any) -> str:
     for node in graph.sources("parameter"):
         total += node.meta.nbytes
         whole += node.meta.nbytes if str(plan.strategy(node.name).outputs[0]) == "R" else 0
-    (first, *_) = graph.sources("input")
-    placement = plan.strategy(first.name).outputs[0]
-    group = getattr(placement, "group", None)
-    sizes = "on every rank" if group is None else ":".join(map(str, plan.groups[group].sizes))
+    inputs = [plan.strategy(node.name).outputs[0] for node in graph.sources("input")]
+    groups = [placement.group for placement in inputs if isinstance(placement, Shard)]
+    sizes = ":".join(map(str, plan.groups[groups[0]].sizes)) if groups else "on every rank"
     return f"batch {sizes}, {whole / total:.0%} of the parameters whole"
 
 

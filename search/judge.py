@@ -41,7 +41,7 @@ from hap.plan import Plan, Strategy
 from hap.search.assemble import assemble_plan
 from hap.search.found import Found
 from hap.search.problem import Problem
-from hap.search.refine import reshare
+from hap.search.refine import INPUT_TOLERANCE, deal_out_inputs, reshare
 from hap.search.strategies import Chooser
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
@@ -73,7 +73,8 @@ def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, 
 
 def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
     """Of ``best``, what else the search ``met`` and the data-parallel family: the one whose program has the shortest
-    step as it is run, and that step in seconds; of equals the one with the shorter bulk-synchronous step."""
+    step as it is run, and that step in seconds; of equals the one with the shorter bulk-synchronous step. Its inputs
+    are dealt out where that costs next to nothing."""
     problem = chooser.problem
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     candidates = [f for f in found.values() if f.cost[1] <= FAR * best.cost[1]][: 1 + MOST]
@@ -88,6 +89,9 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
             break
         timed.append((_seconds(problem, f), f.cost, number))
     seconds, _, number = min(timed)
+    dealt = deal_out_inputs(chooser, rest[number])
+    if dealt is not rest[number] and (dealt_s := _seconds(problem, dealt)) <= seconds * (1 + INPUT_TOLERANCE):
+        return dealt, dealt_s
     return rest[number], seconds
 
 
@@ -122,11 +126,12 @@ def _family(chooser: Chooser) -> Iterator[Found]:
     batch = next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
     if batch is None or problem.world_size == 1:
         return
+    speeds = (1.0 / problem.whole_s, np.ones(problem.world_size))
+    split = tuple(dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds))
     for sharded in (False, True):
         forced = _forced(problem, batch, sharded)
-        for speed in (1.0 / problem.whole_s, np.ones(problem.world_size)):
-            shares = tuple((speed / speed.sum()).tolist())
-            found = chooser.strategies(problem.round({}, shares, shares), False, (), forced=forced)
+        for vector in split:
+            found = chooser.strategies(problem.round({}, vector, vector), False, (), forced=forced)
             if found is not None:
                 yield from (found, reshare(problem, found))
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.common import Report, Spread
 from hap.cost_models.fit import WireTiming, fit_collectives, non_negative
+from hap.cost_models.nccl import Communicator, fastest
 
 T = TypeVar("T")
 DATA = Path(__file__).parent / "data"
@@ -192,6 +193,28 @@ def _slots(r: Mapping[str, str]) -> list[float]:
     ]
 
 
+NCCL_OF = {  # of rows of allreduce_busbw_measured.csv: what the fabric's name says, GB/s of the bus as NVIDIA states it
+    ("A100 NVLink3", "1x8"): Communicator(8, 1, "nvlink", 240e9, "ampere"),
+    ("B200 NVLink5", "1x8"): Communicator(8, 1, "nvlink", 720e9, "blackwell"),
+    ("B200 NVLink5 + 8x50GB/s EFAv4", "4x8"): Communicator(32, 4, "nvlink", 400e9, "blackwell"),
+}
+NCCL_LARGE = 64 << 20  # bytes: from here on bandwidth counts, not latency
+
+
+def by_nccl() -> dict[str, list[float]]:
+    """What NCCL's own formulas, with nothing fitted, make of them: relative errors, of small and of large messages."""
+    found: dict[str, list[float]] = {}
+    for r in rows("allreduce_busbw_measured.csv"):
+        fabric, shape = r["fabric"], r["nodes_x_gpus"]
+        if (comm := NCCL_OF.get((fabric, shape))) is not None:
+            nbytes = float(r["payload_bytes"])
+            measured = 2 * (comm.ranks - 1) / comm.ranks * nbytes / (float(r["busbw_GBps"]) * 1e9)
+            size = "64 MB and more" if nbytes >= NCCL_LARGE else "less than 64 MB"
+            error = fastest("all_reduce", nbytes, comm).seconds / measured - 1
+            found.setdefault(f"{fabric}, {shape}, {size}", []).append(error)
+    return found
+
+
 SETS: Sequence[Callable[[], Result]] = (layers, resnet, bus_bandwidth, galvatron, jabas, iterations)
 
 
@@ -208,6 +231,14 @@ def tell_public(report: Report, data: Sequence[dict[str, Any]]) -> None:
         "Measurements of others: fitted on rows 0, 3, 6, ... of each group, predicted on the rest",
         ["data", "fitted", "predicted", "left out", "median error", "90 % below", "worst"],
         [shown(r) for r in results],
+    )
+    report.table(
+        "All-reduce by NCCL's own formulas (hap.cost_models.nccl), nothing fitted; in no figure",
+        ["fabric", "messages", "median error", "least", "most"],
+        [
+            [name, len(e), f"{statistics.median(e):+.0%}", f"{min(e):+.0%}", f"{max(e):+.0%}"]
+            for name, e in by_nccl().items()
+        ],
     )
     report.text(
         "The forms were chosen with these data at hand, so this is no blind test: it says how well such forms describe "

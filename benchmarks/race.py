@@ -255,6 +255,9 @@ def main() -> None:
             report.cases[case.name] = case
             print(line(case), flush=True)
     in_order = [f"{model}, {name}" for name in CLUSTERS for model in MODELS]
+    for name in in_order:
+        if name not in report.cases:
+            report.missing(name, "the case was not run")
     write(report, [report.cases[name] for name in in_order if name in report.cases])
 
 

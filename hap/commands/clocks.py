@@ -145,14 +145,19 @@ def measure_on(
 def _on_testbed(
     spec: ClusterSpec, model: str | None, hf: str | None, batch: int, seq: int | None, optimizer: str
 ) -> Profile:
+    sys.path.append(os.getcwd())  # the hap command, unlike python -m hap, does not look where it is run
     try:
-        from benchmarks.testbed import Testbed  # type: ignore[import-not-found]
+        from benchmarks.testbed import RankError, Testbed  # type: ignore[import-not-found]
     except ModuleNotFoundError:
         raise HapError("--testbed needs a checkout: run it where benchmarks/ is") from None
     from hap.cost_models.profile import Profile
 
-    with Testbed(spec) as bed:
-        found = bed.run(_bed_rank, spec.to_yaml(), (model, hf, batch, seq), optimizer, timeout=300.0)
+    try:
+        with Testbed(spec) as bed:
+            found = bed.run(_bed_rank, spec.to_yaml(), (model, hf, batch, seq), optimizer, timeout=300.0)
+    except RankError as e:
+        said = [line for line in str(e).splitlines() if line and not line.startswith(("(", " "))]
+        raise HapError(f"rank {e.rank}: {said[-1] if said else e}") from e
     return Profile.model_validate_json(found[0])
 
 

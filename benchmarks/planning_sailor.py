@@ -53,7 +53,7 @@ KINDS = ("A100-40", "V100-16")
 FITS = {"A100-40": 2, "V100-16": 1}  # samples at a time, tensor parallelism 1
 HELD = {"A100-40": 40e9, "V100-16": 16e9}
 USABLE = 0.9  # of a device's memory, as in ``hap.cost_models.memory``
-KEPT_PER_SAMPLE = 3.65e9  # bytes, by ``hap.cost_models.memory`` on the captured step, logits among them
+KEPT_PER_SAMPLE = 3.67e9  # bytes, by ``hap.cost_models.memory`` on the captured step, logits among them
 DEVICE = {  # the cost model needs a rate; no time here comes from it, but packing from the memory's bandwidth
     "A100-40": "tflops: {float32: 19.5}, memory: 40GB, memory_bandwidth: 1555GB/s",
     "V100-16": "tflops: {float32: 15.7}, memory: 16GB, memory_bandwidth: 900GB/s",

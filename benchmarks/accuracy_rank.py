@@ -107,7 +107,7 @@ def _run_plan(model: str, text: str, steps: int) -> Run:
         with pace.step():
             step()
         seconds.append(time.perf_counter() - start)
-        ends.append(tuple((entered, left) for entered, left in pace.ends))
+        ends.append(tuple((entered, left) for entered, left in pace.ends[:-1]))  # the last is the end of the step
     program.set_pace(None)
     dist.barrier()
     return Run(tuple(seconds[1:]), pace.late_s, tuple(ends[1:]))

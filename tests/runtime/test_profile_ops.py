@@ -1,0 +1,41 @@
+"""How seconds of a call are read."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hap.cost_models.profile import ProfileError
+from hap.runtime import profile_ops
+from hap.runtime.profile_ops import Clock
+
+EMULATED = Clock(torch.device("cpu"), slowdown=2.0)
+
+
+class Ticks:
+    """Stands in for ``time``: successive readings of the thread's CPU time."""
+
+    def __init__(self, *readings: float) -> None:
+        self.readings = itertools.cycle(readings)
+
+    def thread_time(self) -> float:
+        return next(self.readings)
+
+
+def test_an_emulated_clock_takes_the_least_sample_times_the_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of 3, 1 and 2 s: the least is 1, times 2; the median is 2, and the median distance from it 1."""
+    monkeypatch.setattr(profile_ops, "time", Ticks(0.0, 3.0, 3.0, 4.0, 4.0, 6.0))
+    assert EMULATED.seconds(lambda: None) == pytest.approx((2.0, 0.5))
+
+
+def test_a_sample_in_which_the_clock_stood_still_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_ops, "time", Ticks(5.0, 5.0, 5.0, 7.0))
+    assert EMULATED.sample(lambda: None) == 2.0
+
+
+def test_a_clock_that_goes_on_standing_still_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile_ops, "time", Ticks(5.0))
+    with pytest.raises(ProfileError, match="stands still"):
+        EMULATED.seconds(lambda: None)

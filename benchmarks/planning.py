@@ -95,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [known[case] for case in dict.fromkeys([*every, *wanted]) if case in known]
     parts = {part: json.loads(p.read_text()) for part in PARTS if (p := options.out / f"{NAME}_{part}.json").is_file()}
     _figures(report, rows, parts)
+    if left := [case for case in every if case not in known]:
+        report.missing("other cases", f"not in this result, `--only` adds them: {', '.join(left)}")
     report.table("Cases", COLUMNS, [_cells(row) for row in rows])
     report.text(
         "What lies between step and bound, in ms: ranks wait for the slowest (whole numbers of samples, one vector of "

@@ -259,7 +259,7 @@ class Astar:
         begin = self.start()
         bound = first = self.estimate(begin)
         best, seconds = self._dive(begin)
-        queue = [(first, 0, 0, begin, ())]
+        queue: list[tuple[float, int, int, State, Vector]] = [(first, 0, 0, begin, ())]
         frontier, count = _Frontier(), 0
         while queue:
             f, _, _, state, vector = heapq.heappop(queue)

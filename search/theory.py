@@ -242,7 +242,8 @@ def _tensor(skeleton: Bill, number: int, converting: Mapping[tuple[Value, Placem
     produced, needed, name = found.produced[0], found.needed[0], found.members[0]
     places = tuple(dict.fromkeys([*produced, *(p for need in needed for p in need)]))
     place = {p: i for i, p in enumerate(places)}
-    uses, conversions = [], {}
+    uses: list[Use] = []
+    conversions: dict[tuple[int, int, str], Cost] = {}
     for slot, need in zip(found.slots, needed, strict=True):
         copy = slot.phase if skeleton.regather[number] else ""
         uses.append(Use(slot.reader, tuple(place[q] for q in need), copy))

@@ -245,11 +245,18 @@ def test_up_stands_until_down_and_down_twice_is_fine(cluster_file: str, capsys: 
         assert traces(bed_id) == ((), (), ())
 
 
+def heed_interrupts() -> None:
+    """A job that a shell put into the background ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_runner_that_is_ended_leaves_nothing_after_down(cluster_file: str, ending: signal.Signals) -> None:
     sleep = ["sleep", f"98{ending.value}.{os.getpid()}"]
     argv = [sys.executable, "-m", "benchmarks.testbed", "run", "--cluster", cluster_file, "--", *sleep]
-    runner = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    runner = subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_interrupts
+    )
     try:
         wait_for(lambda: len(running(sleep)) == 2)
         (bed_id,) = (r.bed_id for r in records() if r.owner is not None and r.owner.pid == runner.pid)

@@ -58,7 +58,7 @@ def _backward_module(program: Program, rank: int, device: torch.device) -> fx.Gr
 
 # The same operators through torch's own bindings, which reach the kernel in two thirds of an overload's time (1.4 us
 # for torch.add where torch.ops.aten.add.Tensor takes 2.2).
-_BOUND = {
+_BOUND: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
     "aten.addmm.default": torch.addmm,
     "aten.bmm.default": torch.bmm,

@@ -89,7 +89,7 @@ class HapProgram(nn.Module):
         """The seed as the program's input, if it draws; each such step takes the next one."""
         if variant.seed is None:
             return {}
-        found = torch.tensor(self.dropout_seed, device=self._comm.device)
+        found = torch.full((), self.dropout_seed, dtype=torch.int64, device=self._comm.device)  # no copy, so no sync
         self.dropout_seed = (self.dropout_seed + 1) % _SEEDS
         return {variant.seed: found}
 

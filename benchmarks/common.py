@@ -275,13 +275,13 @@ def _git(*arguments: str) -> str | None:
 
 
 def _without_out(given: Sequence[str]) -> list[str]:
-    """Where the files went belongs to a person's machine."""
+    """Where files lie belongs to a person's machine."""
     kept, skip = [], False
     for word in given:
         if skip:
             skip = False
-        elif word == "--out":
+        elif word in ("--out", "--rows"):
             skip = True
-        elif not word.startswith("--out="):
+        elif not word.startswith(("--out=", "--rows=")):
             kept.append(word)
     return kept

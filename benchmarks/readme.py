@@ -23,7 +23,7 @@ from benchmarks.common import RESULTS, ROOT, markdown_table
 
 README = ROOT / "README.md"
 _OVER_BEST = re.compile(r"over_best_baseline_([^_]+)_(.+)")
-_OF_CASE = re.compile(r"(cpu_seconds|gap) (.+)")
+_STEPS = {"overlapped_s": "as run", "step_s": "nothing overlapped", "bound_s": "bound for that"}
 Body = Mapping[str, Any]
 
 
@@ -60,12 +60,21 @@ def zoo(body: Body) -> str:
 
 def planning(body: Body) -> str:
     """Seconds and gap of every case."""
-    found: dict[str, dict[str, float]] = {}
-    for name, value in body["figures"].items():
-        if match := _OF_CASE.fullmatch(name):
-            found.setdefault(match[2], {})[match[1]] = value
-    rows = [[case, f"{v['cpu_seconds']:.1f}", f"{v['gap']:.1%}"] for case, v in found.items() if len(v) == 2]
-    return f"{markdown_table(['case', 'CPU seconds', 'gap'], rows)}\n\n{_source('planning', body)}"
+    found = {name: case for name, case in body["cases"].items() if not case["failure"]}
+    rows = [
+        [
+            name,
+            f"{c['cpu_s']:.1f}",
+            *("" if c[k] is None else f"{c[k] * 1e3:.0f} ms" for k in _STEPS),
+            _percent(c["gap"]),
+        ]
+        for name, c in found.items()
+    ]
+    return f"{markdown_table(['case', 'CPU seconds', *_STEPS.values(), 'gap'], rows)}\n\n{_source('planning', body)}"
+
+
+def _percent(gap: float | None) -> str:
+    return "" if gap is None else f"{gap:.1%}"
 
 
 def accuracy(body: Body) -> str:

@@ -12,8 +12,8 @@ from benchmarks.readme import README, SECTIONS, filled
 ABOUT = {"command": "python benchmarks/x.py", "commit": "abc", "machine": {"cores": 2, "cpu": "CPU"}}
 
 
-def written(folder: Path, name: str, **figures: float) -> str:
-    (folder / f"{name}.json").write_text(json.dumps({**ABOUT, "figures": figures}))
+def written(folder: Path, name: str, cases: object = None, **figures: float) -> str:
+    (folder / f"{name}.json").write_text(json.dumps({**ABOUT, "figures": figures, "cases": cases}))
     return filled(f"before\n<!-- {name} -->\nold\n<!-- /{name} -->\nafter\n", folder)
 
 
@@ -49,8 +49,9 @@ def test_the_others(tmp_path: Path) -> None:
     counts = {"models_total": 30, "models_planned": 29, "models_equal": 28, "models_wrong": 0, "rules_missing": 1}
     text = written(tmp_path, "zoo", **counts, worst_relative_error=3e-12)
     assert "Of 30 models 29 are planned" in text and "28 are equal" in text and "3.0e-12" in text
-    text = written(tmp_path, "planning", **{"cpu_seconds a on b": 1.26, "gap a on b": 0.031, "cases": 1.0})
-    assert re.search(r"\| a on b +\| +1\.3 \| +3\.1% \|", text)
+    case = {"cpu_s": 1.26, "gap": 0.031, "step_s": 0.1, "overlapped_s": None, "bound_s": 0.0969, "failure": ""}
+    text = written(tmp_path, "planning", {"a@b": case, "c@d": case | {"failure": "too large"}})
+    assert re.search(r"\| a@b +\| +1\.3 \| +\| +100 ms \| +97 ms \| +3\.1% \|", text) and "c@d" not in text
     text = written(tmp_path, "accuracy", step_time_median_error=0.0903, kendall_tau_worst_cluster=0.78)
     assert re.search(r"step time, median error +\| +9\.0% ", text) and "| 0.78 |" in text
     assert "at most 1.03 times" in written(tmp_path, "collectives", worst_chosen_over_bound=1.03)

@@ -19,7 +19,7 @@ from hap.capture import capture
 from hap.capture.inputs import StepInputs
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
-from hap.codegen.passes.runner import print_program, run_passes
+from hap.codegen.passes.runner import Outcome, print_program, run_passes
 from hap.codegen.program import Program
 from hap.codegen.source import to_python
 from hap.cost_models.profile import CalibratedCluster, Profile
@@ -124,16 +124,17 @@ def compile(
     decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
     _check_plan(decided, graph, spec, comm.world_size)
-    program = _together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
+    outcome = _together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
+    program = outcome.program
     _agree(comm, "the program", hashlib.sha256(print_program(program).encode()).hexdigest())
     again = Recompiler(model, loss_fn, graph, decided, outputs)
 
     def rebuild(example: StepInputs, training: bool) -> Program:
-        found = _together(comm, lambda: _rewritten(again.program(example, training), spec, passes_off))
+        found = _together(comm, lambda: _rewritten(again.program(example, training), spec, passes_off).program)
         _agree(comm, "the program for another batch or mode", hashlib.sha256(print_program(found).encode()).hexdigest())
         return found
 
-    return HapProgram(program, decided, comm, model, example_inputs, example_targets, rebuild)
+    return HapProgram(program, decided, comm, model, example_inputs, example_targets, rebuild, outcome.changes)
 
 
 def python_source(
@@ -184,9 +185,9 @@ def _decide(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | Non
     return explained(found, graph, cluster, helps=effort == "normal")
 
 
-def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]) -> Program:
-    """After the passes, which are those that the plan was judged with."""
-    return run_passes(program, default_passes(program, cluster), off=off).program
+def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]) -> Outcome:
+    """Of the passes, which are those that the plan was judged with."""
+    return run_passes(program, default_passes(program, cluster), off=off)
 
 
 def _measured(plan: Plan, cluster: CalibratedCluster) -> Plan:

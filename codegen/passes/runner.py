@@ -3,7 +3,7 @@
     outcome = run_passes(program, standard_passes(limit_bytes=4 << 20), off=("overlap",))
     outcome.program
     print(outcome.diff("bucket"))     # what that pass changed, as a unified diff of the printed programs
-    outcome.seconds                   # what each took
+    for change in outcome.changes: print(change.name, change.seconds, change.diff)
 
 All of them preserve numerics: the same operators on the same numbers; only where and how values travel changes, and
 with it the order in which a bundle's sums are made, and a bias is added inside the product, as eager PyTorch adds it.
@@ -35,6 +35,23 @@ class Pass(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Change:
+    """What one pass did: the program before and after it, and the seconds it took."""
+
+    name: str
+    seconds: float
+    before: Program
+    after: Program
+
+    @property
+    def diff(self) -> str:
+        """A unified diff of the printed programs; empty if the pass changed nothing. Made when asked for."""
+        before, after = (print_program(p).splitlines() for p in (self.before, self.after))
+        files = f"before {self.name}", f"after {self.name}"
+        return "\n".join(difflib.unified_diff(before, after, *files, lineterm="", n=1))
+
+
+@dataclass(frozen=True)
 class Outcome:
     """``stages``: the program before the first pass and after each; ``seconds``: what each took, by name."""
 
@@ -46,11 +63,15 @@ class Outcome:
     def program(self) -> Program:
         return self.stages[-1]
 
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """One for each pass that ran, in order."""
+        around = zip(self.names, self.stages, self.stages[1:], strict=False)
+        return tuple(Change(name, self.seconds[name], before, after) for name, before, after in around)
+
     def diff(self, name: str) -> str:
         """What a pass changed, as a unified diff; empty if nothing."""
-        at = self.names.index(name)
-        before, after = (print_program(self.stages[i]).splitlines() for i in (at, at + 1))
-        return "\n".join(difflib.unified_diff(before, after, f"before {name}", f"after {name}", lineterm="", n=1))
+        return self.changes[self.names.index(name)].diff
 
 
 def standard_passes(

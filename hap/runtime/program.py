@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 
 from hap.capture.autocast import Autocast
 from hap.capture.inputs import StepInputs, step_inputs
+from hap.codegen.passes.runner import Change
 from hap.codegen.program import Program
 from hap.codegen.source import to_python
 from hap.errors import ProgramError
@@ -48,8 +49,10 @@ class HapProgram(nn.Module):
         example_inputs: Any,
         example_targets: Any = None,
         rebuild: Rebuild | None = None,
+        passes: Sequence[Change] = (),
     ) -> None:
-        """``rebuild`` makes the program of another shape of batch or mode, its parameters lying as in this one.
+        """``rebuild`` makes the program of another shape of batch or mode, its parameters lying as in this one;
+        ``passes``: what ``program`` went through.
 
         ProgramError unless the communicator has the plan's number of ranks.
         """
@@ -57,6 +60,7 @@ class HapProgram(nn.Module):
         if comm.world_size != program.world_size:
             raise ProgramError(f"the plan is for {program.world_size} ranks, this job has {comm.world_size}")
         self._plan, self._program, self._comm = plan, program, comm
+        self._passes = tuple(passes)
         self._example = (example_inputs, example_targets)
         self._tensors = model_tensors(model, program)
         shares, self._uninitialised = initial_shares(model, self._tensors, comm)
@@ -79,6 +83,11 @@ class HapProgram(nn.Module):
     def plan(self) -> Plan:
         """The plan this program was made from."""
         return self._plan
+
+    @property
+    def passes(self) -> tuple[Change, ...]:
+        """The passes that ran, in order, each with its ``name``, ``seconds`` and ``diff`` of the program's text."""
+        return self._passes
 
     @property
     def device(self) -> torch.device:

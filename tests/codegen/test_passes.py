@@ -269,6 +269,9 @@ def test_passes_are_timed_and_show_what_they_change() -> None:
     diff = outcome.diff("bucket")
     assert diff.count("\n-    ") == 28 and diff.count("\n+    ") == 1
     assert outcome.diff("dead_code") == ""
+    assert [(c.name, c.seconds) for c in outcome.changes] == [(name, outcome.seconds[name]) for name in NAMES]
+    assert outcome.changes[NAMES.index("bucket")].diff == diff
+    assert outcome.changes[0].before is outcome.stages[0] and outcome.changes[-1].after is outcome.program
 
 
 def test_a_pass_is_switched_off_by_its_name() -> None:

@@ -174,6 +174,15 @@ def test_python_source_is_that_of_the_program(tmp_path: Path) -> None:
     assert hap.python_source(bigram(), program.plan, **example) == program.python_source()
 
 
+def test_a_compiled_program_tells_what_each_pass_changed() -> None:
+    program = hap.compile(bigram(), ClusterSpec.from_yaml(ONE), **arguments(), passes_off=("overlap",))
+    changes = {change.name: change for change in program.passes}
+    assert list(changes) == ["renames", "dead_code", "fuse", "sink", "bucket", "prefetch"]
+    assert all(change.seconds > 0 for change in program.passes)
+    assert "+    " in changes["fuse"].diff and "= aten.addmm.default(" in changes["fuse"].diff
+    assert changes["bucket"].diff == "", "one device sends nothing"
+
+
 def test_hap_plan_is_the_function_and_hap_plan_the_module_is_still_importable() -> None:
     import importlib
 

@@ -56,6 +56,7 @@ def plan(
     optimizer: str = "adamw",
     pins: Pins | None = None,
     effort: Effort = "normal",
+    budget_s: float | None = None,
     profile: ProfileLike | None = None,
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
@@ -65,14 +66,15 @@ def plan(
     ``outputs`` names tensors that the model returns beside the loss (``("logits",)``), which ``program.outputs`` then
     has, whole, after each step. ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins``
     fixes decisions, ``effort`` (``quick`` or ``normal``) says how long to search. Under ``torch.autocast`` its casts
-    are part of the step. ``profile`` (a ``Profile`` or a file that ``hap
-    profile`` wrote on this cluster) replaces the description's speeds by measured ones.
+    are part of the step. ``profile`` (a ``Profile`` or a file that ``hap profile`` wrote on this cluster) replaces the
+    description's speeds by measured ones. ``budget_s``: seconds of search after which the best plan so far is taken;
+    the plan then says so, and is not reproducible, which a plan that the budget did not stop is.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
-    return _decide(graph, spec, optimizer, pins, effort)
+    return _decide(graph, spec, optimizer, pins, effort, budget_s)
 
 
 def compile(
@@ -87,6 +89,7 @@ def compile(
     optimizer: str = "adamw",
     pins: Pins | None = None,
     effort: Effort = "normal",
+    budget_s: float | None = None,
     device: torch.device | str | None = None,
     profile: ProfileLike | None = None,
     passes_off: Sequence[str] = (),
@@ -119,7 +122,7 @@ def compile(
         if plan is not None:
             return (plan if isinstance(plan, Plan) else Plan.load(plan)).to_json()
         assert spec is not None
-        return _decide(graph, spec, optimizer, pins, effort).to_json()
+        return _decide(graph, spec, optimizer, pins, effort, budget_s).to_json()
 
     decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
@@ -173,16 +176,18 @@ def simulate(
     return played(graph, plan, lower(graph, plan), spec)
 
 
-def _decide(graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort) -> Plan:
+def _decide(
+    graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort, budget_s: float | None
+) -> Plan:
     """The plan with its explanation: the same bytes, and so the same checksum, from ``plan`` and from ``compile``."""
     possible = choices(graph)
-    found = plan_graph(possible, cluster, optimizer=optimizer, pins=pins, effort=effort)
+    found = plan_graph(possible, cluster, optimizer=optimizer, pins=pins, effort=effort, budget_s=budget_s)
     if forced := tuple(map(str, find_forced(possible))):
         made = found.provenance.model_copy(update={"assumptions": (*found.provenance.assumptions, *forced)})
         found = found.model_copy(update={"provenance": made})
     if isinstance(cluster, CalibratedCluster):
         found = _measured(found, cluster)
-    return explained(found, graph, cluster, helps=effort == "normal")
+    return explained(found, graph, cluster, helps=effort == "normal" and not found.provenance.solver.get("stopped"))
 
 
 def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]) -> Outcome:

@@ -87,6 +87,7 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     for number, f in enumerate(rest):
         if timed and max(f.evaluation.compute_s) * LEANEST > min(timed)[0]:
             break
+        chooser.check()
         timed.append((_seconds(problem, f), f.cost, number))
     seconds, _, number = min(timed)
     dealt = deal_out_inputs(chooser, rest[number])

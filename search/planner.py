@@ -5,7 +5,8 @@ strategies (``refine.reshare``), rounds them (``rounding``), and goes on while t
 from shares in proportion to speed, from equal ones, from shares in proportion to memory, and from speed without each
 slower kind of device (``starts``). Every candidate is judged by ``Problem.judge``, the one truth; the best that fits in
 memory wins, and is then improved by moving single atoms (``refine``). Everything is limited by counts of work
-(``limits``), never by the clock, so a plan is the same every time.
+(``limits``), never by the clock, so a plan is the same every time; unless the caller gives a budget of seconds, and the
+plan says so where the budget ended the search.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from hap.cluster import ClusterSpec
-from hap.errors import InfeasibleError
+from hap.errors import InfeasibleError, PlanError
 from hap.placement import GroupSizes
 from hap.plan import Plan
 from hap.rules.choices import Choices
@@ -28,7 +29,7 @@ from hap.search.judge import finest
 from hap.search.limits import LIMITS, Effort, Limits
 from hap.search.pins import Pins
 from hap.search.problem import Problem
-from hap.search.progress import Progress
+from hap.search.progress import OutOfTime, Progress
 from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
@@ -49,14 +50,19 @@ def plan_graph(
     pins: Pins | None = None,
     model_name: str | None = None,
     effort: Effort = "normal",
+    budget_s: float | None = None,
 ) -> Plan:
     """The best plan found for one training step of ``choices.graph`` on ``cluster``.
 
     On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,
-    if there is one. InfeasibleError if nothing fits, with the numbers; PlanError for a pin that makes no sense.
+    if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work; ``provenance.solver`` then
+    says ``stopped``, and names the budget if that was it. InfeasibleError if nothing fits, with the numbers; PlanError
+    for a pin or a budget that makes no sense, or if the budget ended before a plan was found.
     """
-    search = Search(Problem.state(choices, cluster, optimizer, pins or Pins()), LIMITS[effort])
-    best, overlapped_s, advice, stopped = None, None, None, False
+    progress = Progress(budget_s=budget_s)
+    search = Search(Problem.state(choices, cluster, optimizer, pins or Pins()), LIMITS[effort], progress=progress)
+    best, overlapped_s, advice = None, None, None
+    stopped: dict[str, Any] = {}
     try:
         best = search.run()
         if len(choices.graph.nodes) <= search.limits.played:
@@ -64,11 +70,16 @@ def plan_graph(
             best, overlapped_s = finest(search.chooser, best, search.met)
         if effort == "normal":
             search.progress.say("asking whether fewer devices would do")
-            advice = advise(search.problem, best, _alone)
-    except KeyboardInterrupt:
-        stopped, best = True, best or best_of(f for f in search.met if f.fits)
+            advice = advise(search.problem, best, search.alone)
+    except (KeyboardInterrupt, OutOfTime) as e:
+        best = best or best_of(f for f in search.met if f.fits)
+        if best is None and isinstance(e, OutOfTime):
+            raise PlanError(
+                f"no plan was found within the budget of {format_time(budget_s or 0.0)}; give more, or no budget"
+            ) from None
         if best is None:
             raise
+        stopped = {"stopped": True, **({"budget_s": budget_s} if isinstance(e, OutOfTime) else {})}
     finally:
         search.progress.done()
     return assemble_plan(
@@ -80,14 +91,10 @@ def plan_graph(
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
         lower_bound_s=search.bound_s,
-        solver={**search.statistics(best), **({"stopped": True} if stopped else {})},
+        solver={**search.statistics(best), **stopped},
         advice=advice,
         overlapped_s=overlapped_s,
     )
-
-
-def _alone(problem: Problem, limits: Limits) -> Found | None:
-    return Search(problem, limits, progress=Progress(after_s=float("inf"))).glance()
 
 
 @dataclass
@@ -101,7 +108,7 @@ class Search:
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
-        self.chooser = Chooser(self.problem, self.limits)
+        self.chooser = Chooser(self.problem, self.limits, check=self.progress.check)
         self.met: list[Found] = []
 
     @cached_property
@@ -132,6 +139,11 @@ class Search:
     def glance(self) -> Found | None:
         """What the first start leads to, whether it fits or not."""
         return self._try(find_starts(self.problem)[:1], None, regather=False)
+
+    def alone(self, problem: Problem, limits: Limits) -> Found | None:
+        """What a search of its own for another problem leads to at first glance; nothing is said on the terminal."""
+        self.progress.check()
+        return Search(problem, limits, progress=Progress(after_s=float("inf"))).glance()
 
     def _try(self, starts: Sequence[Start], best: Found | None, *, regather: bool) -> Found | None:
         """The best of ``best`` and what the rounds from so many starts find, or from more while nothing fits."""

@@ -1,28 +1,51 @@
-"""One line on a terminal about a search that takes long. What it says never changes what is found."""
+"""One line on a terminal about a search that takes long, and a budget of seconds for those who ask for one.
+
+What the line says never changes what is found. A budget does: where it ends a search, the plan depends on the machine.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TextIO
+
+from hap.errors import PlanError
 
 AFTER_S = 2.0  # nothing is said about a search that takes less
 
 
+class OutOfTime(Exception):
+    """The budget is spent. Caught where the search was started; nobody else sees it."""
+
+
 @dataclass
 class Progress:
-    """Overwrites one line of ``stream``, if that is a terminal."""
+    """Overwrites one line of ``stream``, if that is a terminal. ``budget_s`` seconds after it was made, by ``clock``,
+    the next ``check`` raises OutOfTime. PlanError for a budget that is not above 0."""
 
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     after_s: float = AFTER_S
+    budget_s: float | None = None
+    clock: Callable[[], float] = time.monotonic
     _width: int = 0
 
     def __post_init__(self) -> None:
-        self.began = time.monotonic()
+        if self.budget_s is not None and not 0 < self.budget_s < math.inf:
+            raise PlanError(f"the budget must be a number of seconds above 0, not {self.budget_s:g}")
+        self.began = self.clock()
+
+    def check(self) -> None:
+        """Asked between two pieces of work."""
+        if self.budget_s is not None and self.clock() - self.began >= self.budget_s:
+            raise OutOfTime
 
     def say(self, text: str) -> None:
-        elapsed = time.monotonic() - self.began
+        """The line, once the search is long enough under way; looks at the budget, too."""
+        self.check()
+        elapsed = self.clock() - self.began
         if elapsed < self.after_s or not self.stream.isatty():
             return
         line = f"planning, {elapsed:.0f} s: {text}"

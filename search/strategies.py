@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,10 +23,12 @@ TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the l
 
 @dataclass
 class Chooser:
-    """Asks for strategies; keeps what was solved, and the ``margin`` (N,) of memory that helped for the next sizes."""
+    """Asks for strategies; keeps what was solved, and the ``margin`` (N,) of memory that helped for the next sizes.
+    ``check`` is called before every program and may end the search by an exception."""
 
     problem: Problem
     limits: Limits
+    check: Callable[[], None] = lambda: None
     milps: int = 0
     solved: dict[object, Choice | None] = field(default_factory=dict)
 
@@ -74,6 +76,7 @@ class Chooser:
     ) -> Choice | None:
         key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers)
         if key not in self.solved:
+            self.check()
             self.milps += 1
             tables = self.problem.tables(regather)
             self.solved[key] = choose(

@@ -20,7 +20,18 @@ MODEL = ["--hf", "--batch", "--seq"]
 SURFACE = {
     "version": ["--json"],
     "plan": [
-        *("-c", "--cluster", *MODEL, "--optimizer", "--effort", "--profile", "--add", "--without", "--link"),
+        *(
+            "-c",
+            "--cluster",
+            *MODEL,
+            "--optimizer",
+            "--effort",
+            "--budget-s",
+            "--profile",
+            "--add",
+            "--without",
+            "--link",
+        ),
         *("-o", "--out", "--json"),
     ],
     "explain": [*MODEL, "--node", "--json"],
@@ -111,6 +122,25 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
     assert code == 0 and "aten.mm.default" in out and "proved" in out
     code, _, err = invoke(capsys, "rules", "check", f"{script}:build", "--op", "aten.nope.default")
     assert code == 2 and err.startswith("error: ") and "call 'aten.nope.default'" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--budget-s", "0"], "error: the budget must be a number of seconds above 0, not 0"),
+        (["--budget-s", "1e-9"], "error: no plan was found within the budget of 1ns; give more, or no budget"),
+        (
+            ["--budget-s", "9", "--without", "a"],
+            "error: --add, --without and --link compare clusters; leave out --out, --profile and --budget-s",
+        ),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_one_line(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(ONE)
+    code, out, err = invoke(capsys, "plan", f"{script}:build", "-c", f"{tmp_path}/c.yaml", *options)
+    assert (code, out, err) == (2, "", f"{said}\n")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,10 @@ def plan(
     seq: SequenceLength = None,
     optimizer: Annotated[str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, ...")] = "adamw",
     effort: Annotated[Literal["quick", "normal"], typer.Option(help="How long to search.")] = "normal",
+    budget_s: Annotated[
+        float | None,
+        typer.Option("--budget-s", metavar="SECONDS", help="Take the best plan found by then; not reproducible."),
+    ] = None,
     profile: Annotated[
         Path | None, typer.Option(metavar="PROFILE.json", help="Speeds measured by hap profile on this cluster.")
     ] = None,
@@ -35,9 +39,9 @@ def plan(
 ) -> None:
     """Plan a training step for a cluster.
 
-    Needs no GPU, no weights and no process group. The plan is a file to read, diff and review. There is no limit in
-    seconds: the search is bounded by counts of work (--effort), so that the same inputs give the same plan on any
-    machine.
+    Needs no GPU, no weights and no process group. The plan is a file to read, diff and review. The search is
+    bounded by counts of work (--effort), so that the same inputs give the same plan on any machine. --budget-s bounds
+    its seconds, too: a plan that was stopped so says it, and another run may find another.
 
     Example:  hap plan train.py:build --cluster cluster.yaml -o gpt2.plan.json
 
@@ -47,8 +51,8 @@ def plan(
     """
     changes = [*(("add", a) for a in add or ()), *(("without", w) for w in without or ())]
     changes += [("link", entry) for entry in link or ()]
-    if changes and (out is not None or profile is not None):
-        raise HapError("--add, --without and --link compare clusters; leave out --out and --profile")
+    if changes and (out, profile, budget_s) != (None, None, None):
+        raise HapError("--add, --without and --link compare clusters; leave out --out, --profile and --budget-s")
     built = shared.build(model, hf, batch, seq)
     from hap import api
     from hap.cluster import ClusterSpec
@@ -70,6 +74,7 @@ def plan(
             loss_fn=built.loss_fn,
             optimizer=optimizer,
             effort=effort,
+            budget_s=budget_s,
             profile=profile,
         )
     from hap.report.summary import summarize

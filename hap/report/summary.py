@@ -113,6 +113,19 @@ def _headline(plan: Plan) -> Iterator[str]:
     else:
         yield f"predicted step: {seconds(predicted.overlapped_s)} as it is run"
         yield f"nothing overlapped: {seconds(predicted.step_s)}{proof}"
+    if ended := how_it_ended(plan):
+        yield ended
+
+
+def how_it_ended(plan: Plan) -> str:
+    """What a reader must know of a search that did not come to its end; nothing of one that did."""
+    solver = plan.provenance.solver
+    if not solver.get("stopped"):
+        return ""
+    budget = solver.get("budget_s")
+    if isinstance(budget, int | float):
+        return f"the search was stopped by its budget of {seconds(budget)}, so another run may find another plan"
+    return "the search was interrupted, so another run may find another plan"
 
 
 def _ranks(plan: Plan, cluster: ClusterSpec | None) -> list[str]:

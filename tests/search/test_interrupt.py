@@ -1,12 +1,18 @@
-"""Ctrl-C returns the best plan so far; a line on a terminal tells how far a search is."""
+"""Ctrl-C and a spent budget return the best plan so far; a line on a terminal tells how far a search is."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 import pytest
 
-from hap.search import plan_graph
+from hap.errors import PlanError
+from hap.plan import Plan
+from hap.report.summary import summarize
+from hap.search import plan_graph, planner
 from hap.search.progress import Progress
 from hap.search.strategies import Chooser
 from tests.search.models import cluster, mlp
@@ -44,6 +50,50 @@ def test_without_a_plan_it_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_search_that_was_not_stopped_does_not_say_so() -> None:
     assert "stopped" not in plan_graph(MODEL, CLUSTER).provenance.solver
+
+
+def looks() -> Callable[[], float]:
+    """A clock that goes on by a second whenever it is looked at, and by nothing else."""
+    numbers = count()
+    return lambda: float(next(numbers))
+
+
+def plan_within(monkeypatch: pytest.MonkeyPatch, budget_s: float | None) -> Plan:
+    """Searched under that clock: the first look is the beginning."""
+    monkeypatch.setattr(planner, "Progress", partial(Progress, io.StringIO(), clock=looks()))
+    return plan_graph(MODEL, CLUSTER, budget_s=budget_s)
+
+
+def test_a_budget_stops_the_search_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked at twice for every round and once before every program: the first program begins at 3, the second would
+    begin at 6."""
+    plan = plan_within(monkeypatch, 5.0)
+    solver = plan.provenance.solver
+    assert (solver["stopped"], solver["budget_s"], solver["milps"]) == (True, 5.0, 1)
+    assert plan.predicted.gap is not None
+    assert "the search was stopped by its budget of 5 s, so another run may find another plan" in summarize(plan)
+
+
+def test_a_plan_that_was_ready_in_time_is_the_plan_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_within(monkeypatch, 1e6).to_json() == plan_within(monkeypatch, None).to_json()
+
+
+def test_an_interrupt_is_told_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_after(monkeypatch, 1)
+    assert "the search was interrupted, so another run may find another plan" in summarize(
+        plan_graph(MODEL, CLUSTER, budget_s=1e6)
+    )
+
+
+def test_a_budget_too_small_for_any_plan_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"^no plan was found within the budget of 1ns; give more, or no budget$"):
+        plan_graph(MODEL, CLUSTER, budget_s=1e-9)
+
+
+@pytest.mark.parametrize(("budget_s", "said"), [(0.0, "0"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "nan")])
+def test_a_budget_that_is_none_is_refused(budget_s: float, said: str) -> None:
+    with pytest.raises(PlanError, match=f"^the budget must be a number of seconds above 0, not {said}$"):
+        plan_graph(MODEL, CLUSTER, budget_s=budget_s)
 
 
 class Terminal(io.StringIO):

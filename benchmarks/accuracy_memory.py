@@ -18,7 +18,7 @@ import hap
 from benchmarks.accuracy_cases import keep_to_batch, pins
 from benchmarks.accuracy_rank import PLAIN
 from benchmarks.allocations import Allocations
-from benchmarks.common import Report, Spread
+from benchmarks.common import Report
 from benchmarks.testbed import Testbed
 from benchmarks.zoo_models import ZOO, Case, find
 from hap.capture import capture
@@ -129,7 +129,7 @@ def measure_memory(quick: bool) -> list[dict[str, Any]]:
 def tell_memory(report: Report, data: Sequence[dict[str, Any]]) -> None:
     found = [Peak(**peak) for peak in data]
     errors = [abs(p.error) for p in found]
-    report.figure("memory_worst_error", max(errors), Spread.of(errors))
+    report.figure("memory_worst_error", max(errors))
     report.text(f"Memory: median error {statistics.median(errors):.1%} over {len(found)} peaks.")
     report.table(
         "Peak memory, kB",

@@ -26,6 +26,7 @@ from hap.cost_models.memory import MemoryUse, local_bytes, memory_use, optimizer
 from hap.cost_models.order import program_order
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
+from hap.cost_models.strides import Strides, find_strides
 from hap.fabric import Array
 from hap.graph import Graph, Node
 from hap.placement import GroupSizes, Shard
@@ -114,6 +115,10 @@ class Evaluator:
     def order(self) -> tuple[Node, ...]:
         return program_order(self.graph)
 
+    @cached_property
+    def strides(self) -> Strides:
+        return find_strides(self.graph)
+
     def evaluate(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, needs: Sequence[Need]) -> Evaluation:
         """See ``evaluate``. Ranks that are alike and hold alike are asked about once."""
         used = dict.fromkeys(p.group for s in strategies.values() for p in s.outputs + s.inputs if isinstance(p, Shard))
@@ -145,7 +150,6 @@ class Evaluator:
         update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model)
         communication = sum(c.seconds for c in costs if c.need.collective != "slice")
         ending = float((last + update).max())
-        ranks, order = cluster.fabric.world_size, self.order
         return Evaluation(
             step_s=stages + communication + ending,
             compute_s=tuple(float(s) for s in compute + update),
@@ -154,7 +158,16 @@ class Evaluator:
             update_s=ending - float(last.max()),
             conversions=costs,
             memory=memory_use(
-                graph, strategies, sizes, needs, cluster.world_size, self.optimizer, ranks=ranks, order=order
+                graph,
+                strategies,
+                sizes,
+                needs,
+                cluster.world_size,
+                self.optimizer,
+                ranks=cluster.fabric.world_size,
+                order=self.order,
+                strides=self.strides,
+                decompositions=[c.decomposition for c in costs],
             ),
             usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
             devices=tuple(d.name for d in cluster.devices),

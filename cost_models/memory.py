@@ -3,8 +3,9 @@
 Kinds: ``parameters`` (with buffers, constants and inputs; there from the first node to the last), ``optimizer`` (its
 state, always there), ``gradients`` (each from the moment it exists to the end), ``activations`` (any other value, from
 its node to its last reader; what the backward pass reads is saved simply by being read late), ``gathered`` (whole
-copies of sharded values), ``temporary`` (what a collective packs and unpacks, while it runs). A view holds its base and
-no bytes of its own. The kinds are reported at the moment at which the rank's total is largest: they sum to the peak.
+copies of sharded values), ``temporary`` (what a collective packs and unpacks, while it runs: ``staging``). A view holds
+its base and no bytes of its own, unless it must copy (``strides``). The kinds are reported at the moment at which the
+rank's total is largest: they sum to the peak.
 
 Calls run in the program's order (``order``). A conversion happens just before its first reader, that of a result as
 soon as the value exists; its copy lives to the last reader that shares it, and the source goes when nobody else reads
@@ -23,6 +24,8 @@ import numpy as np
 
 from hap.conversion import Need, required_results
 from hap.cost_models.order import program_order
+from hap.cost_models.staging import UNASKED, Pieces, staging_bytes
+from hap.cost_models.strides import Strides, find_strides
 from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
@@ -77,11 +80,14 @@ def memory_use(
     *,
     ranks: int | None = None,
     order: Sequence[Node] | None = None,
+    strides: Strides | None = None,
+    decompositions: Sequence[str] | None = None,
 ) -> MemoryUse:
-    """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies. Of a folded
-    cluster ``world_size`` is the number of classes and ``ranks`` that of ranks. ``order``: the program's, if known."""
-    ledger = _Ledger(graph, strategies, sizes, world_size, ranks, order)
-    ledger.walk(needs)
+    """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies, performed by
+    ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
+    classes and ``ranks`` that of ranks. ``order`` and ``strides`` are the graph's, if known."""
+    ledger = _Ledger(graph, strategies, sizes, world_size, ranks, order, strides)
+    ledger.walk(needs, decompositions)
     held = ledger.held(optimizer)
     peak = sum(held.values()).argmax(axis=0)  # type: ignore[union-attr]
     return MemoryUse(tuple({k: int(held[k][peak[r], r]) for k in KINDS} for r in range(world_size)))
@@ -98,7 +104,7 @@ class _Storage:
 
 
 class _Ledger:
-    """Allocations met on a walk through the program. Moment t is the t-th call with the conversions before it."""
+    """Allocations met on a walk through the program. Every call and every conversion is a moment of its own."""
 
     def __init__(
         self,
@@ -108,89 +114,104 @@ class _Ledger:
         world_size: int,
         ranks: int | None = None,
         order: Sequence[Node] | None = None,
+        strides: Strides | None = None,
     ) -> None:
         self.graph, self.strategies, self.sizes, self.world_size = graph, strategies, sizes, world_size
         self.ranks = world_size if ranks is None else ranks
         self.storages: list[_Storage] = []
         self.of: dict[Value, _Storage] = {}
         self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
-        self.needs: dict[tuple[Value, Placement, Phase], Need] = {}
+        self.needs: dict[tuple[Value, Placement, Phase], tuple[Need, str]] = {}
         self.order = program_order(graph) if order is None else order
-        self.end = len(self.order) - 1
+        self.strides = find_strides(graph) if strides is None else strides
+        self.moments: dict[str, int] = {}  # of the calls
+        self.end = -1  # the latest moment
 
-    def walk(self, needs: Sequence[Need]) -> None:
-        self.needs = {(n.value, n.target, n.phase): n for n in needs}
+    def walk(self, needs: Sequence[Need], decompositions: Sequence[str] | None = None) -> None:
+        if decompositions is None:
+            decompositions = [UNASKED[n.collective] for n in needs]
+        self.needs = {(n.value, n.target, n.phase): (n, how) for n, how in zip(needs, decompositions, strict=True)}
         results: dict[str, list[tuple[Value, Placement]]] = {}
         for value, target in required_results(self.graph, self.strategies):
             results.setdefault(value.node, []).append((value, target))
-        for t, node in enumerate(self.order):
-            read = [self._storage_read(node, i, t) for i in range(len(node.inputs))]
+        for node in self.order:
+            read = [self._storage_read(node, i) for i in range(len(node.inputs))]
+            self.end += 1
+            self.moments[node.name] = self.end
             for storage in read:
-                storage.last = max(storage.last, t)
-            self._produce(node, read, t)
+                storage.last = self.end
+            self._produce(node, read)
             for value, target in results.get(node.name, ()):
-                self._held_as(value, target, node.phase, t)
+                self._held_as(value, target, node.phase)
         self._keep_results()
 
     def _bytes(self, value: Value, placement: Placement) -> Array:
         return local_bytes(self.graph.meta(value).nbytes, placement, self.sizes, self.world_size)
 
-    def _allocate(self, kind: str, nbytes: Array, t: int) -> _Storage:
-        self.storages.append(_Storage(kind, nbytes, t, t))
+    def _allocate(self, kind: str, nbytes: Array) -> _Storage:
+        self.storages.append(_Storage(kind, nbytes, self.end, self.end))
         return self.storages[-1]
 
-    def _convert(self, need: Need, t: int) -> None:
+    def _convert(self, need: Need, decomposition: str) -> _Storage:
+        self.end += 1
         source = self.of[need.value]
-        source.last = max(source.last, t)
+        source.last = self.end
+        if need.collective == "slice" and self._in_order(need.value, need.target):
+            return source  # a range of its memory
         kind = "gathered" if need.collective == "all_gather" else "activations"
-        self.copies[need.value, need.target, need.phase] = self._allocate(kind, self._bytes(need.value, need.target), t)
-        self._allocate("temporary", self._staging(need), t)
+        copy = self._allocate(kind, self._bytes(need.value, need.target))
+        self._allocate("temporary", staging_bytes(need.collective, decomposition, self._pieces(need)))
+        return copy
 
-    def _staging(self, need: Need) -> Array:
-        """What a collective holds beside its argument and its result (``hap/runtime/transfer.py``): the flat tensor
-        that it packs or receives into, and pieces that are cut out of a value across its memory."""
-        source, target = self._bytes(need.value, need.source), self._bytes(need.value, need.target)
-        whole = self._bytes(need.value, REPLICATE)
-        match need.collective:
-            case "all_gather":
-                return whole * (not self._in_order(need.value, need.source))
-            case "reduce_scatter":
-                cut = whole * (not self._in_order(need.value, need.target))
-                return whole + np.maximum(cut, (self.ranks - 1) * target)
-            case "all_to_all":
-                return source + np.maximum(source, target)
-        return np.zeros(self.world_size)
+    def _pieces(self, need: Need) -> Pieces:
+        value, source, target = need.value, need.source, need.target
+        same_dim = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
+        cut = value in self.strides.scattered
+        return Pieces(
+            source=self._bytes(value, source),
+            target=self._bytes(value, target),
+            whole=self._bytes(value, REPLICATE),
+            cut=cut or same_dim or (isinstance(target, Shard) and not self._in_order(value, target)),
+            across=isinstance(source, Shard) and not self._in_order(value, source),
+            ranks=self.ranks,
+        )
 
     def _in_order(self, value: Value, placement: Placement) -> bool:
-        """The ranks' pieces, one after another in memory, are the whole value."""
+        """The ranks' pieces, one after another in memory, are the whole value (if that is contiguous)."""
         assert isinstance(placement, Shard)
         return placement.outer == 1 and math.prod(self.graph.meta(value).shape[: placement.dim]) == 1
 
-    def _storage_read(self, node: Node, position: int, t: int) -> _Storage:
+    def _storage_read(self, node: Node, position: int) -> _Storage:
         value, target = node.inputs[position], self.strategies[node.name].inputs[position]
-        return self._held_as(value, target, node.phase, t)
+        return self._held_as(value, target, node.phase)
 
-    def _held_as(self, value: Value, target: Placement, phase: Phase, t: int) -> _Storage:
+    def _held_as(self, value: Value, target: Placement, phase: Phase) -> _Storage:
         """Where the value lies in a placement, converted now if it has not been."""
         if target == self.strategies[value.node].outputs[value.index]:
             return self.of[value]
         key = (value, target, phase) if (value, target, phase) in self.needs else (value, target, "forward")
         if key not in self.copies:
-            self._convert(self.needs[key], t)
+            self.copies[key] = self._convert(*self.needs[key])
         return self.copies[key]
 
-    def _produce(self, node: Node, read: Sequence[_Storage], t: int) -> None:
+    def _produce(self, node: Node, read: Sequence[_Storage]) -> None:
+        shares = is_view(node) and not self._copies(node)
         for i, (meta, placement) in enumerate(zip(node.outputs, self.strategies[node.name].outputs, strict=True)):
             value = Value(node.name, i)
             if meta is None or placement is None:
                 continue
             if i == 0 and (inner := _INNER.get(node.op.split(".")[-2] if "." in node.op else "", 0)):
-                self._allocate("temporary", inner * self._bytes(value, placement), t)
-            if is_view(node):
+                self._allocate("temporary", inner * self._bytes(value, placement))
+            if shares:
                 self.of[value] = read[0]
             else:
                 kind = "parameters" if node.is_source else "activations"
-                self.of[value] = self._allocate(kind, self._bytes(value, placement), t)
+                self.of[value] = self._allocate(kind, self._bytes(value, placement))
+
+    def _copies(self, node: Node) -> bool:
+        """A view that must copy; what was converted for it is contiguous."""
+        value, wanted = node.inputs[0], self.strategies[node.name].inputs[0]
+        return node.name in self.strides.copying and wanted == self.strategies[value.node].outputs[value.index]
 
     def _keep_results(self) -> None:
         """Sources and results outlive the step; a gradient is one from the moment it is final."""
@@ -200,7 +221,7 @@ class _Ledger:
         gradients = frozenset(self.graph.gradients.values())
         for value, target in required_results(self.graph, self.strategies):
             phase = self.graph.by_name[value.node].phase
-            storage = self._held_as(value, target, phase, self.end)
+            storage = self._held_as(value, target, phase)
             storage.last = self.end
             if value in gradients and storage.kind != "parameters":
                 storage.kind = "gradients"

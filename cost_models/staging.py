@@ -1,0 +1,109 @@
+"""What a collective holds beside its argument and its result while it runs (``hap/runtime/transfer.py``).
+
+It packs, moves and unpacks, one after another; what counts is the fullest of these moments. N ranks, a whole value of W
+bytes, a rank's source piece of S, its target piece of T, the largest of all pieces L. *Cut*: pieces that lie across the
+value's memory are copied before they are packed. *Landing*: partial sums that wait beside the buffer to be added.
+
+    all_gather      all_to_all       (N-1) S sent, W - S received
+                    padded           L sent, N L received unless that is the result
+                    others           nothing; they receive in place
+                    any              W, if the value must be joined across its memory
+    reduce_scatter  any              W packed; first the cut pieces, when there is no result yet
+                    all_to_all_sum   W + N T
+                    padded           W + (N+1) L
+                    routed           W + landing - T
+    all_reduce      ring             nothing
+                    owners, ...      landing
+    all_to_all      any              cut and packed S, then S with T, then T received with T joined
+
+The backend's own buffers are not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from hap.fabric import Array
+from hap.plan import Collective
+from hap.routes import ROUTED, Way, segment_owners, tree
+
+UNASKED: dict[Collective, str] = {  # what a communicator does that is told no decomposition
+    "all_gather": "all_to_all",
+    "all_reduce": "ring",
+    "reduce_scatter": "all_to_all_sum",
+    "all_to_all": "direct",
+    "slice": "local",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Bytes (N,) of what a conversion reads, makes, and of the whole value. ``cut``: what is sent lies across the
+    argument's memory; ``across``: what arrives lies across the result's."""
+
+    source: Array
+    target: Array
+    whole: Array
+    cut: bool
+    across: bool
+    ranks: int
+
+
+def staging_bytes(kind: Collective, decomposition: str, p: Pieces) -> Array:
+    """(N,)."""
+    match kind:
+        case "all_gather":
+            return np.maximum(_gathering(decomposition, p), p.whole * p.across)
+        case "reduce_scatter":
+            return np.maximum(p.whole * (1 + p.cut) - p.target, _scattering(decomposition, p))
+        case "all_reduce" if decomposition != "ring":
+            return p.whole * p.cut + reduce_landing(decomposition, p.ranks) * p.whole
+        case "all_reduce":
+            return p.whole * p.cut
+        case "all_to_all":
+            packed = p.source * (1 + p.cut) - p.target
+            return np.maximum.reduce((packed, p.source, p.target))
+    return np.zeros_like(p.whole)
+
+
+def _gathering(decomposition: str, p: Pieces) -> Array:
+    packed = p.source * p.cut
+    if decomposition == "all_to_all":
+        return np.maximum(packed, (p.ranks - 1) * p.source + p.whole - p.source)
+    if decomposition == "padded":
+        longest = np.full_like(p.whole, p.source.max())
+        equal = bool((p.source == p.source.max()).all())
+        return packed + longest + (0 if equal else p.ranks * longest)
+    return packed
+
+
+def _scattering(decomposition: str, p: Pieces) -> Array:
+    if decomposition == "all_to_all_sum":
+        return p.whole + p.ranks * p.target
+    if decomposition == "padded":
+        return p.whole + (p.ranks + 1) * p.target.max()
+    return p.whole + np.maximum(0, scatter_landing(decomposition, p.ranks) @ p.target - p.target)
+
+
+@lru_cache(maxsize=1024)
+def scatter_landing(decomposition: str, ranks: int) -> Array:
+    """[r, o]: how many partial sums of owner o's piece rank r receives."""
+    way = Way.parse(decomposition)
+    assert way.name in ROUTED, decomposition
+    found = np.zeros((ranks, ranks))
+    for owner in range(ranks):
+        for edge in tree(way, owner, ranks):
+            found[edge.parent, owner] += 1
+    return found
+
+
+@lru_cache(maxsize=1024)
+def reduce_landing(decomposition: str, ranks: int) -> Array:
+    """(N,) of the whole value: what every rank receives of it to add."""
+    owners = segment_owners(Way.parse(decomposition), ranks)
+    owned = np.bincount(owners, minlength=ranks) / len(owners)
+    found: Array = scatter_landing(decomposition, ranks) @ owned
+    return found

@@ -1,0 +1,70 @@
+"""Which views of a graph must copy, by hand; the calls themselves run on real tensors as the judge."""
+
+import torch
+
+from hap.cost_models.memory import memory_use
+from hap.cost_models.strides import find_strides
+from hap.graph import Graph, Node, Value
+from hap.plan import Strategy
+from tests.cost_models.build import R, V, loose, node, source
+
+
+def fused() -> tuple[Node, ...]:
+    """(4, 6) float32 in three pieces (4, 2), flat: 96 bytes of which 32 stay."""
+    return (
+        source("x", (4, 6)),
+        node("y", "aten.relu.default", [V("x")], (4, 6)),
+        node("s", "aten.split_with_sizes.default", [V("y"), (2, 2, 2), 1], (4, 2), (4, 2), (4, 2)),
+        node("flat", "aten.view.default", [V("s", 1), (8,)], (8,)),
+        node("heads", "aten.view.default", [V("s"), (4, 2, 1)], (4, 2, 1)),
+    )
+
+
+def test_a_piece_of_a_row_is_flat_only_as_a_copy() -> None:
+    found = find_strides(loose(*fused()))
+    assert found.copying == {"flat"}
+    assert found.scattered == {V("s"), V("s", 1), V("s", 2), V("heads")}
+    pieces = torch.zeros(4, 6).split_with_sizes([2, 2, 2], 1)
+    assert not pieces[1].is_contiguous() and pieces[1].reshape(8)._base is None
+
+
+def test_an_elementwise_call_keeps_the_order_of_its_argument_in_memory() -> None:
+    """(2, 3) transposed and doubled lies as before: transposed back it is flat without a copy. A matmul's does not."""
+    found = find_strides(
+        loose(
+            source("x", (2, 3)),
+            node("t", "aten.t.default", [V("x")], (3, 2)),
+            node("d", "aten.mul.Tensor", [V("t"), 2.0], (3, 2)),
+            node("back", "aten.t.default", [V("d")], (2, 3)),
+            node("flat", "aten.view.default", [V("back"), (6,)], (6,)),
+            node("across", "aten.view.default", [V("d"), (6,)], (6,)),
+            node("m", "aten.mm.default", [V("t"), V("x")], (3, 3)),
+            node("own", "aten.view.default", [V("m"), (9,)], (9,)),
+        )
+    )
+    assert found.copying == {"across"}
+    assert found.scattered == {V("t"), V("d")}
+
+
+def test_attention_writes_the_heads_of_a_position_side_by_side() -> None:
+    """q, k, v (1, 2, 3, 4): its result as (1, 3, 8) is a view, its logsumexp contiguous."""
+    found = find_strides(
+        loose(
+            source("q", (1, 2, 3, 4)),
+            node("o", "hap.attention.default", [V("q"), V("q"), V("q"), None, False, 0.5], (1, 2, 3, 4), (1, 2, 3)),
+            node("t", "aten.transpose.int", [V("o"), 1, 2], (1, 3, 2, 4)),
+            node("joined", "aten.view.default", [V("t"), (1, 3, 8)], (1, 3, 8)),
+        )
+    )
+    assert found.copying == frozenset() and found.scattered == {V("o")}
+
+
+def test_the_base_goes_when_its_only_view_has_copied() -> None:
+    """y 96 with its flat copy 32, then the copy with three of it side by side, 96: 128 both times. Were the copy a view,
+    y would be there beside the three: 192."""
+    x, y, s, flat, _ = fused()
+    three = node("three", "aten.cat.default", [(V("flat"), V("flat"), V("flat"))], (24,))
+    loss = node("loss", "aten.sum.default", [V("three")], ())
+    graph = Graph("fused", (x, y, s, flat, three, loss), Value("loss"), {})
+    strategies = {n.name: Strategy((R,) * len(n.inputs), (R,) * len(n.outputs)) for n in graph.nodes}
+    assert memory_use(graph, strategies, {}, (), 1, "sgd").by_kind[0]["activations"] == 96 + 32

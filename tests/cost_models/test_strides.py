@@ -60,7 +60,7 @@ def test_attention_writes_the_heads_of_a_position_side_by_side() -> None:
 
 
 def test_the_base_goes_when_its_only_view_has_copied() -> None:
-    """y 96 with its flat copy 32, then the copy with three of it side by side, 96: 128 both times. Were the copy a view,
+    """y 96 with its flat copy 32, then that with three of it side by side, 96: 128 both times. Were the copy a view,
     y would be there beside the three: 192."""
     x, y, s, flat, _ = fused()
     three = node("three", "aten.cat.default", [(V("flat"), V("flat"), V("flat"))], (24,))

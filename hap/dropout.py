@@ -34,6 +34,7 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float, site: int, shard: Pla
     return torch.where(keep_mask(x.shape, seed, p, site, shard), x * (1 / (1 - p)), 0.0)
 
 
+@torch.compiler.disable  # its whole numbers wrap around, and inductor's constants do not
 def keep_mask(
     shape: Sequence[int], seed: torch.Tensor, p: float, site: int, shard: Place | None = None
 ) -> torch.Tensor:

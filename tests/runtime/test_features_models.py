@@ -163,9 +163,9 @@ def test_hugging_faces_gradient_checkpointing_is_the_same_graph() -> None:
 # ---- torch.compile over a program ----
 
 
-def compile_it(rank: int, plan: Plan) -> float:
+def compile_it(rank: int, plan: Plan, backend: str) -> float:
     program, model = hap.compile(heads(), plan=plan, example_inputs=batch(0)), heads(False)
-    fast = torch.compile(program, backend="eager")
+    fast = torch.compile(program, backend=backend)
     share = program.shard_batch(batch(1))
     errors = []
     for _ in range(2):
@@ -181,11 +181,12 @@ def compile_it(rank: int, plan: Plan) -> float:
     return max(errors)
 
 
-def test_torch_compile_over_a_program_changes_nothing() -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_torch_compile_over_a_program_changes_nothing(backend: str) -> None:
     found = choices(capture(heads(), batch(0)))
     inputs = {"kwargs.x": (0, BATCH), "kwargs.labels": (0, BATCH)}
     plan = make_plan(found, greedy_strategies(found, inputs), sizes_for(found, (5, 2, 1)))
-    assert max(run_ranks(3, compile_it, plan)) < TOLERANCE
+    assert max(run_ranks(3, compile_it, plan, backend)) < TOLERANCE
 
 
 # ---- dropout ----

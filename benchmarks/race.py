@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import COLOURS, Options, Report, Spread, commit, drawing, parse
 from benchmarks.race_models import MODELS, build
-from benchmarks.race_rank import race
+from benchmarks.race_rank import exchange_s, race
 from benchmarks.testbed import RankError, Testbed, played
 from hap.capture import capture
 from hap.cluster import ClusterSpec, Link
@@ -189,7 +189,9 @@ def cannot_run(model: str) -> str | None:
 def run_case(model: str, name: str, host: HostRate, rounds: int, absent: Mapping[str, str], bare: bool) -> Case:
     """Plan, then race all that are not ``absent``."""
     spec = cluster(name)
-    told = played(spec, host, Link(1e9, 1e-4))
+    with Testbed(spec) as bed:
+        latency_s = bed.run(exchange_s)[0]
+    told = played(spec, host, Link(1e9, 1e-4), latency_s)
     built = build(model)
     graph = capture(
         built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets, name=model

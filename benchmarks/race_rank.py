@@ -26,6 +26,7 @@ from benchmarks.testbed.pace import Deadline, deadline
 from hap.build import BuiltModel
 from hap.cluster import ClusterSpec
 from hap.plan import Plan
+from hap.runtime.emulate import measure_loopback
 
 RATE = 1e-3
 WARM = 3  # steps; DDP rearranges its buckets after the first
@@ -44,6 +45,12 @@ class Result(NamedTuple):
     held_bytes: int
     peak_bytes: int
     losses: tuple[float, ...]
+
+
+def exchange_s(rank: int) -> float:
+    """Seconds of the smallest exchange among all ranks of the bed, the same on every rank: what the planner is told as
+    the links' latency."""
+    return measure_loopback(dist.get_world_size()).latency_s
 
 
 class Contestant(Protocol):

@@ -17,6 +17,7 @@ bulk-synchronous view passes by: whole or sharded parameters, each with the batc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -122,33 +123,36 @@ def _seconds(problem: Problem, found: Found) -> float:
 
 
 def _family(chooser: Chooser) -> Iterator[Found]:
-    """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO): where pins allow."""
+    """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO): where pins allow.
+    Each as the solver would have it, and with all calls on the batch's pieces that can be: a solver that counts every
+    collective's latency and no overlap joins the ranks in mid-step to save gradients that a bundle takes along."""
     problem = chooser.problem
     batch = next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
     if batch is None or problem.world_size == 1:
         return
     speeds = (1.0 / problem.whole_s, np.ones(problem.world_size))
     split = tuple(dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds))
-    for sharded in (False, True):
-        forced = _forced(problem, batch, sharded)
+    for sharded, throughout in itertools.product((False, True), repeat=2):
+        forced = _forced(problem, batch, sharded, throughout)
         for vector in split:
             found = chooser.strategies(problem.round({}, vector, vector), False, (), forced=forced)
             if found is not None:
                 yield from (found, reshare(problem, found))
 
 
-def _forced(problem: Problem, batch: str, sharded: bool) -> dict[int, tuple[int, ...]]:
-    """Class of a parameter or an input -> the options that the family leaves it."""
+def _forced(problem: Problem, batch: str, sharded: bool, throughout: bool) -> dict[int, tuple[int, ...]]:
+    """Class of a parameter or an input, ``throughout`` of a call, too -> the options that the family leaves it."""
     found: dict[int, tuple[int, ...]] = {}
     for node in problem.choices.graph.nodes:
-        if node.op in ("input", "parameter"):
-            placements = [s.outputs[0] for s in problem.facts.candidates[node.name]]
-            if node.op == "input":
-                fitting = [isinstance(p, Shard) and p.group == batch for p in placements]
-            else:
-                fitting = [isinstance(p, Shard) if sharded else p == REPLICATE for p in placements]
-            if any(fitting):
-                found[problem.classes.of[node.name]] = tuple(i for i, fits in enumerate(fitting) if fits)
+        options = problem.facts.candidates[node.name]
+        if node.op == "parameter":
+            fitting = [isinstance(s.outputs[0], Shard) if sharded else s.outputs[0] == REPLICATE for s in options]
+        elif node.op == "input" or (throughout and not node.is_source):
+            fitting = [any(isinstance(p, Shard) and p.group == batch for p in (*s.inputs, *s.outputs)) for s in options]
+        else:
+            continue
+        if any(fitting):
+            found[problem.classes.of[node.name]] = tuple(i for i, fits in enumerate(fitting) if fits)
     return found
 
 

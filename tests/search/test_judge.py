@@ -63,6 +63,29 @@ def test_no_plan_runs_longer_than_data_parallel_or_zero(network: str) -> None:
         assert pinned is not None and free <= 1.01 * pinned
 
 
+class Picker(nn.Module):
+    """Many layers on every token, some on the first alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.ReLU())))
+        self.head = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x)[:, 0])
+
+
+def test_does_not_join_the_ranks_in_mid_step_to_save_what_a_bundle_takes_along() -> None:
+    """Counted one by one, gathering the head's input costs less than a sum for each of its gradients, and the search
+    proposes that; bundled, the sums cost nothing more."""
+    with torch.device("meta"):
+        model, x, target = Picker(), torch.empty(4096, 16, 64), torch.empty(4096, dtype=torch.int64)
+    found = choices(capture(model, x, loss_fn=nn.functional.cross_entropy, example_targets=target))
+    plan = plan_graph(found, cluster(*[(0.05, "64GB")] * 4, network="1GB/s", latency="1ms"))
+    assert {c.collective for c in plan.conversions} == {"all_reduce"}
+    assert {c.value for c in plan.conversions if c.phase == "forward"} <= {"sum_1", "sum_2", "to_copy_1"}  # the loss
+
+
 def factors() -> tuple[Choices, nn.Module, torch.Tensor]:
     """Two wide layers, two samples."""
     torch.manual_seed(0)

@@ -47,6 +47,7 @@ from hap.search.strategies import Chooser
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
 LEANEST = 0.95  # of the busiest rank's compute: no program of the same strategies takes less, whatever folds into what
+TIE = 0.01  # of the step: no cost model tells apart what lies closer
 FAR = 1.6  # times the shortest bulk-synchronous step: what bundling and overlap do not make up for
 _FOLDED = ("hap.addmm.default", "aten.addmm.default")
 _CALLS = 10
@@ -74,8 +75,8 @@ def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, 
 
 def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
     """Of ``best``, what else the search ``met`` and the data-parallel family: the one whose program has the shortest
-    step as it is run, and that step in seconds; of equals the one with the shorter bulk-synchronous step. Its inputs
-    are dealt out where that costs next to nothing."""
+    step as it is run, and that step in seconds; of those as good as equal the one with the fewest conversions, then the
+    one with the shorter bulk-synchronous step. Its inputs are dealt out where that costs next to nothing."""
     problem = chooser.problem
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     candidates = [f for f in found.values() if f.cost[1] <= FAR * best.cost[1]][: 1 + MOST]
@@ -90,7 +91,9 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
             break
         chooser.check()
         timed.append((_seconds(problem, f), f.cost, number))
-    seconds, _, number = min(timed)
+    least = min(timed)[0]
+    near = [t for t in timed if t[0] <= least * (1 + TIE)]
+    seconds, _, number = min(near, key=lambda t: (len(rest[t[2]].evaluation.conversions), t))
     dealt = deal_out_inputs(chooser, rest[number])
     if dealt is not rest[number] and (dealt_s := _seconds(problem, dealt)) <= seconds * (1 + INPUT_TOLERANCE):
         return dealt, dealt_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hap.codegen.program import (
@@ -36,7 +37,7 @@ def lower(graph: Graph, plan: Plan) -> Program:
     conversions = _conversions(graph, plan, strategies)
     program = _Lowering(graph, plan, strategies, conversions).run()
     verify_program(program)
-    return program
+    return replace(program, recomputed=_recomputed(graph, plan))
 
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
@@ -58,6 +59,15 @@ def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
         if node.is_source and isinstance(strategy.outputs[0], Partial):
             raise PlanError(f"{node.name}: a {node.op} cannot be a partial sum")
     return found
+
+
+def _recomputed(graph: Graph, plan: Plan) -> tuple[str, ...]:
+    """The calls that the plan repeats, if they are of the forward pass."""
+    for name in plan.repeated:
+        node = graph.by_name.get(name)
+        if node is None or node.is_source or node.phase != "forward":
+            raise PlanError(f"the plan repeats {name}, which is no call of the forward pass; plan again")
+    return plan.repeated
 
 
 def _conversions(

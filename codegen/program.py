@@ -198,7 +198,8 @@ def converts(instruction: Instruction) -> tuple[Convert, ...]:
 
 @dataclass(frozen=True)
 class Program:
-    """See the module docstring. ``held`` describes every name; ``gradients`` and ``updates`` map targets to names."""
+    """See the module docstring. ``held`` describes every name; ``gradients`` and ``updates`` map targets to names.
+    ``recomputed``: the graph's nodes whose calls are repeated for the backward part once the pass has run."""
 
     name: str
     graph_fingerprint: str
@@ -214,6 +215,7 @@ class Program:
     saved: tuple[str, ...]
     held: Mapping[str, Held]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    recomputed: tuple[str, ...] = ()
 
     @property
     def tangent(self) -> str | None:

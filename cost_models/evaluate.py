@@ -11,7 +11,7 @@ what does. Each conversion takes the fastest decomposition; ``sequence`` says in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -23,7 +23,7 @@ from hap.cost_models.collective import Forms
 from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeModel
 from hap.cost_models.fold import Cluster, fold
 from hap.cost_models.memory import MemoryUse, local_bytes, memory_use, optimizer_state_bytes, usable_bytes
-from hap.cost_models.order import program_order
+from hap.cost_models.order import program_order, repeats
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
 from hap.cost_models.strides import Strides, find_strides
@@ -119,14 +119,20 @@ class Evaluator:
     def strides(self) -> Strides:
         return find_strides(self.graph)
 
-    def evaluate(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, needs: Sequence[Need]) -> Evaluation:
+    def evaluate(
+        self,
+        strategies: Mapping[str, Strategy],
+        sizes: GroupSizes,
+        needs: Sequence[Need],
+        recomputed: Collection[str] = (),
+    ) -> Evaluation:
         """See ``evaluate``. Ranks that are alike and hold alike are asked about once."""
         used = dict.fromkeys(p.group for s in strategies.values() for p in s.outputs + s.inputs if isinstance(p, Shard))
         sizes = {group: sizes[group] for group in used}
         folded = fold(self.cluster, dict.fromkeys(sizes.values()))
         if folded is None:
-            return self._evaluate(strategies, sizes, needs, self.cluster, self.forms)
-        found = self._evaluate(strategies, folded.take(sizes), needs, folded, Forms(folded))
+            return self._evaluate(strategies, sizes, needs, recomputed, self.cluster, self.forms)
+        found = self._evaluate(strategies, folded.take(sizes), needs, recomputed, folded, Forms(folded))
         return replace(
             found,
             compute_s=folded.spread(found.compute_s),
@@ -140,12 +146,14 @@ class Evaluator:
         strategies: Mapping[str, Strategy],
         sizes: GroupSizes,
         needs: Sequence[Need],
+        recomputed: Collection[str],
         cluster: Cluster,
         forms: Forms,
     ) -> Evaluation:
         graph, model = self.graph, self.model
         costs = Pricer(graph, sizes, cluster, forms).price(needs)
-        items = sequence(graph, strategies, sizes, cluster, costs, model, self.calls)
+        again = repeats(graph, strategies, recomputed)
+        items = sequence(graph, strategies, sizes, cluster, costs, model, self.calls, again)
         compute, stages, last = _stages(items, cluster.world_size)
         update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model)
         communication = sum(c.seconds for c in costs if c.need.collective != "slice")
@@ -168,6 +176,7 @@ class Evaluator:
                 order=self.order,
                 strides=self.strides,
                 decompositions=[c.decomposition for c in costs],
+                again=again,
             ),
             usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
             devices=tuple(d.name for d in cluster.devices),
@@ -183,16 +192,18 @@ def evaluate(
     needs: Sequence[Need] | None = None,
     optimizer: str = "adamw",
     regather: bool = False,
+    recomputed: Collection[str] = (),
     model: ComputeModel = DEFAULT_MODEL,
 ) -> Evaluation:
     """Evaluate one choice. ``needs`` may be passed if already found for the same strategies and ``regather``.
+    ``recomputed``: nodes whose calls are made again in the backward pass.
 
     Raises ClusterError if a device lists no rate for a dtype that the graph computes in, ValueError for an unknown
     optimizer.
     """
     if needs is None:
         needs = find_needs(graph, strategies, regather=regather)
-    return Evaluator(graph, cluster, optimizer, Calls(graph), model).evaluate(strategies, sizes, needs)
+    return Evaluator(graph, cluster, optimizer, Calls(graph), model).evaluate(strategies, sizes, needs, recomputed)
 
 
 def _stages(items: Iterable[Local | ConversionCost], world_size: int) -> tuple[Array, float, Array]:

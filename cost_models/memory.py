@@ -7,11 +7,12 @@ copies of sharded values), ``temporary`` (what a collective packs and unpacks, w
 its base and no bytes of its own, unless it must copy (``strides``). The kinds are reported at the moment at which the
 rank's total is largest: they sum to the peak.
 
-Calls run in the program's order (``order``). A conversion happens just before its first reader, that of a result as
-soon as the value exists; its copy lives to the last reader that shares it, and the source goes when nobody else reads
-it. Operators that are several kernels hold intermediate tensors while they run (``_INNER``). Python
-and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION`` of every device is
-left for them.
+Calls run in the program's order (``order``). What a call makes that is made ``again`` lives twice: to its last reader
+in the forward part, and from just before its first one in the backward part. A conversion happens just before its
+first reader, that of a result as soon as the value exists; its copy lives to the last reader that shares it, and the
+source goes when nobody else reads it. Operators that are several kernels hold intermediate tensors while they run
+(``_INNER``). Python and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION``
+of every device is left for them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -82,11 +84,13 @@ def memory_use(
     order: Sequence[Node] | None = None,
     strides: Strides | None = None,
     decompositions: Sequence[str] | None = None,
+    again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
 ) -> MemoryUse:
     """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies, performed by
     ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
-    classes and ``ranks`` that of ranks. ``order`` and ``strides`` are the graph's, if known."""
-    ledger = _Ledger(graph, strategies, sizes, world_size, ranks, order, strides)
+    classes and ``ranks`` that of ranks. ``order`` and ``strides`` are the graph's, if known. ``again``: the calls
+    that are repeated before a call (``order.repeats``)."""
+    ledger = _Ledger(graph, strategies, sizes, world_size, ranks, order, strides, again)
     ledger.walk(needs, decompositions)
     held = ledger.held(optimizer)
     peak = sum(held.values()).argmax(axis=0)  # type: ignore[union-attr]
@@ -115,6 +119,7 @@ class _Ledger:
         ranks: int | None = None,
         order: Sequence[Node] | None = None,
         strides: Strides | None = None,
+        again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
     ) -> None:
         self.graph, self.strategies, self.sizes, self.world_size = graph, strategies, sizes, world_size
         self.ranks = world_size if ranks is None else ranks
@@ -124,6 +129,7 @@ class _Ledger:
         self.needs: dict[tuple[Value, Placement, Phase], tuple[Need, str]] = {}
         self.order = program_order(graph) if order is None else order
         self.strides = find_strides(graph) if strides is None else strides
+        self.again = again
         self.moments: dict[str, int] = {}  # of the calls
         self.end = -1  # the latest moment
 
@@ -135,15 +141,20 @@ class _Ledger:
         for value, target in required_results(self.graph, self.strategies):
             results.setdefault(value.node, []).append((value, target))
         for node in self.order:
-            read = [self._storage_read(node, i) for i in range(len(node.inputs))]
-            self.end += 1
+            for repeated in self.again.get(node.name, ()):
+                self._call(repeated, "backward")
+            self._call(node, node.phase)
             self.moments[node.name] = self.end
-            for storage in read:
-                storage.last = self.end
-            self._produce(node, read)
             for value, target in results.get(node.name, ()):
                 self._held_as(value, target, node.phase)
         self._keep_results()
+
+    def _call(self, node: Node, phase: Phase) -> None:
+        read = [self._storage_read(node, i, phase) for i in range(len(node.inputs))]
+        self.end += 1
+        for storage in read:
+            storage.last = self.end
+        self._produce(node, read)
 
     def _bytes(self, value: Value, placement: Placement) -> Array:
         return local_bytes(self.graph.meta(value).nbytes, placement, self.sizes, self.world_size)
@@ -181,9 +192,9 @@ class _Ledger:
         assert isinstance(placement, Shard)
         return placement.outer == 1 and math.prod(self.graph.meta(value).shape[: placement.dim]) == 1
 
-    def _storage_read(self, node: Node, position: int) -> _Storage:
+    def _storage_read(self, node: Node, position: int, phase: Phase) -> _Storage:
         value, target = node.inputs[position], self.strategies[node.name].inputs[position]
-        return self._held_as(value, target, node.phase)
+        return self._held_as(value, target, phase)
 
     def _held_as(self, value: Value, target: Placement, phase: Phase) -> _Storage:
         """Where the value lies in a placement, converted now if it has not been."""

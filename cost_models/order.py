@@ -3,20 +3,31 @@
 First what the loss and the buffers' updates need; then the backward pass. A forward node that only the backward pass
 reads runs there, just before its first reader, so that its arguments are kept and not its result; a node that nobody
 needs does not run. This is what ``hap.codegen.lowering`` does; a test holds the two together.
+
+``repeats`` says the same of ``hap.codegen.passes.recompute``: which calls run once more, and before which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from hap.graph import Graph, Node
+from hap.conversion import required_results
+from hap.graph import Graph, Node, Value
+from hap.placement import Placement
+from hap.plan import Strategy
 
 
 def program_order(graph: Graph) -> tuple[Node, ...]:
     """Sources first, then calls as they run."""
+    return tuple(node for part in program_parts(graph) for node in part)
+
+
+def program_parts(graph: Graph) -> tuple[tuple[Node, ...], tuple[Node, ...], tuple[Node, ...]]:
+    """Sources, calls of the forward part, calls of the backward part."""
     position = {n.name: i for i, n in enumerate(graph.nodes)}
-    order = [n for n in graph.nodes if n.is_source]
-    done = {n.name for n in order}
+    sources = tuple(n for n in graph.nodes if n.is_source)
+    order: list[Node] = []
+    done = {n.name for n in sources}
 
     def add(names: Iterable[str]) -> None:
         for name in sorted(names, key=position.__getitem__):
@@ -25,13 +36,14 @@ def program_order(graph: Graph) -> tuple[Node, ...]:
 
     forward = _ancestors(graph, (graph.loss.node, *(v.node for v in graph.updates.values())), done)
     add(forward)
+    first = len(order)
     wanted = _ancestors(graph, (v.node for v in graph.gradients.values()), done)
     for node in graph.nodes:
         if node.name in wanted and node.phase == "backward" and node.name not in done:
             add(_ancestors(graph, (node.name,), done))
     for value in graph.gradients.values():
         add(_ancestors(graph, (value.node,), done))
-    return tuple(order)
+    return sources, tuple(order[:first]), tuple(order[first:])
 
 
 def _ancestors(graph: Graph, names: Iterable[str], done: set[str]) -> set[str]:
@@ -42,4 +54,41 @@ def _ancestors(graph: Graph, names: Iterable[str], done: set[str]) -> set[str]:
         if name not in found and name not in done:
             found.add(name)
             pending.extend(v.node for v in graph.by_name[name].inputs)
+    return found
+
+
+def repeats(
+    graph: Graph, strategies: Mapping[str, Strategy], recomputed: Collection[str]
+) -> dict[str, tuple[Node, ...]]:
+    """Call of the backward part -> those of the calls named ``recomputed`` that are made again just before it: what it
+    reads as they made it, and what that needs. A converted copy that the forward part has is kept, and read instead."""
+    if not recomputed:
+        return {}
+    _, forward, backward = program_parts(graph)
+    ran, position = frozenset(n.name for n in forward), {n.name: i for i, n in enumerate(graph.nodes)}
+    chosen = frozenset(recomputed) & ran
+    copies = {read for node in forward for read in zip(node.inputs, strategies[node.name].inputs, strict=True)}
+    copies |= set(required_results(graph, strategies))
+    done: set[str] = set()
+
+    def from_maker(value: Value, target: Placement) -> bool:
+        """Whether a call of the backward part that reads ``value`` in ``target`` needs it as it was made."""
+        if strategies[value.node].outputs[value.index] == target:
+            return True
+        known = (value, target) in copies
+        copies.add((value, target))
+        return not known
+
+    found: dict[str, tuple[Node, ...]] = {}
+    for node in backward:
+        waiting, again = [node], set[str]()
+        while waiting:
+            reader = waiting.pop()
+            for value, target in zip(reader.inputs, strategies[reader.name].inputs, strict=True):
+                if value.node in chosen and value.node not in done and from_maker(value, target):
+                    done.add(value.node)
+                    again.add(value.node)
+                    waiting.append(graph.by_name[value.node])
+        if again:
+            found[node.name] = tuple(graph.by_name[name] for name in sorted(again, key=position.__getitem__))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from hap.cost_models.compute import Calls, ComputeModel, ComputeTable
 from hap.cost_models.fold import Cluster
 from hap.cost_models.profile import MeasuredDevice
 from hap.fabric import Array
-from hap.graph import Graph
+from hap.graph import Graph, Node
 from hap.placement import GroupSizes, Placement
 from hap.plan import Strategy
 
@@ -72,9 +73,11 @@ def sequence(
     costs: Sequence[ConversionCost],
     model: ComputeModel,
     calls: Calls | None = None,
+    again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
 ) -> Iterator[Local | ConversionCost]:
     """The step without its update; what takes no time, as views do by default, is left out. What was measured of a step
-    beside its calls comes first."""
+    beside its calls comes first. ``again``: the calls that are repeated before a call (``order.repeats``), as part of
+    the backward pass."""
     table, calls = ComputeTable(cluster.devices, model), calls or Calls(graph)
     atoms = {group: np.array(s, dtype=np.float64) for group, s in sizes.items()}
     ones = np.ones(cluster.world_size)
@@ -89,15 +92,20 @@ def sequence(
             else:
                 yield cost
 
+    def compute(node: Node, kind: str) -> Iterator[Local]:
+        parts = calls.parts(node.name, strategies[node.name])
+        seconds = table.seconds(parts, ones if parts.group is None else atoms[parts.group] / parts.n)
+        if seconds.any():
+            yield Local(node.name, kind, seconds)
+
     around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in cluster.devices]
     yield Local("step", "forward", np.array(around))
     for node in graph.nodes:
+        for repeated in again.get(node.name, ()):
+            yield from compute(repeated, "backward")
         yield from convert(node.name)
         if not node.is_source:
-            parts = calls.parts(node.name, strategies[node.name])
-            seconds = table.seconds(parts, ones if parts.group is None else atoms[parts.group] / parts.n)
-            if seconds.any():
-                yield Local(node.name, node.phase, seconds)
+            yield from compute(node, node.phase)
         yield from convert(f"after {node.name}")
 
 

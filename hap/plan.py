@@ -185,8 +185,19 @@ class Explanation(_Frozen):
     as_run: AsRun | None = None
 
 
+class Recomputed(_Frozen):
+    """One block of the model, what of it is made again in the backward pass instead of being kept, and those calls by
+    their nodes. ``what``: ``all`` but what leaves the block, or ``cheap``, all but products and what is made of them
+    at the same cost (attention, convolutions)."""
+
+    block: str
+    what: Literal["all", "cheap"]
+    calls: tuple[str, ...]
+
+
 class Plan(_Frozen):
-    """See the module docstring. ``strategies`` maps a node's name to the text of its ``Strategy``."""
+    """See the module docstring. ``strategies`` maps a node's name to the text of its ``Strategy``. ``recomputed`` is
+    not in the file where nothing is."""
 
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
@@ -196,6 +207,19 @@ class Plan(_Frozen):
     predicted: Prediction
     devices: tuple[str, ...]  # rank -> "host3/V100-16GB" in the user's words
     explanation: Explanation | None = None
+    recomputed: tuple[Recomputed, ...] = ()
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        body: dict[str, Any] = serialize(self)
+        if not self.recomputed:
+            body.pop("recomputed", None)
+        return body
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The nodes whose calls are made again in the backward pass."""
+        return tuple(name for block in self.recomputed for name in block.calls)
 
     @property
     def world_size(self) -> int:

@@ -7,7 +7,8 @@ reference to another file, no number that is not finite, bounded size and depth.
 
 The checksum is the SHA-256 of the compact JSON with sorted keys, without the checksum itself. A file of an older
 version carries the checksum of what it held, and is read as a plan that lacks what came later: the explanation
-(version 2), the step as it is run (version 3). So a new field is a new version: files that lack it would seem edited.
+(version 2), the step as it is run (version 3). So a new field is a new version: files that lack it would seem edited;
+but for one that is left out where it says nothing, such as the recomputed calls.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from hap.codegen.passes.bucket import LIMIT_BYTES, Choose, bucket_collectives
 from hap.codegen.passes.fuse import fuse_calls
 from hap.codegen.passes.overlap import AHEAD, overlap_collectives, prefetch_parameters
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
+from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.sink import sink_results
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, verify_program
 from hap.errors import PlanError
@@ -81,6 +82,7 @@ def standard_passes(
     return (
         Pass("renames", remove_renames),
         Pass("dead_code", remove_dead_code),
+        Pass("recompute", recompute_calls),
         Pass("fuse", fuse_calls),
         Pass("sink", sink_results),
         Pass("bucket", partial(bucket_collectives, limit_bytes=limit_bytes, choose=choose)),

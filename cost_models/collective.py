@@ -23,9 +23,10 @@ up: port k carries B sum_o rho_o |edges of T_o that cross k|. An all-reduce does
 The latency is one message for every step of the deepest tree; a passed on segment takes its time once more.
 
 A ring goes through the ranks in order, so each host's network carries one flow each way. Latencies: one message after
-another for a rank that talks to all (N-1 of them), one per ring step. NCCL picks a tree where that has less latency.
-Beside the links, packing and joining pieces is a stage limited by memory bandwidth. Sources: collectives.md sections
-3.1 (alpha-beta), 3.4 (what Gloo and NCCL do), 3.6 (measured). No form goes below the lower bounds of section 3.5.
+another for a rank that talks to all (N-1 of them), one per ring step. NCCL picks a tree where that has less latency;
+where its GPUs are known, its own model of itself replaces these formulas (``collective_nccl``). Beside the links,
+packing and joining pieces is a stage limited by memory bandwidth. Sources: collectives.md sections 3.1 (alpha-beta),
+3.4 (what Gloo and NCCL do), 3.6 (measured). No form goes below the lower bounds of section 3.5.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from hap.cost_models.collective_form import (
     shares,
 )
 from hap.cost_models.collective_formulas import formula, overlaps
+from hap.cost_models.collective_nccl import nccl_formula, speech
 from hap.cost_models.collective_routes import routings
 from hap.cost_models.fold import MOST_WHOLE, Cluster
 from hap.cost_models.profile import CalibratedCluster
@@ -197,7 +199,8 @@ def formula_coefficients(
     problem = Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
     if cluster.fabric.world_size == 1 and kind != "slice":
         return CollectiveForm(0.0, ())
-    return formula(problem, kind, decomposition)
+    told = speech(cluster)
+    return formula(problem, kind, decomposition) if told is None else nccl_formula(problem, kind, decomposition, told)
 
 
 def _as_measured(

@@ -19,12 +19,14 @@ from hap.routes import Way, tree
 class RouteLoads:
     """``down`` (K, N): how often port k is crossed when rank i's bytes go down its tree; ``up`` when they come up.
 
-    ``latency_s``: of all steps of the deepest tree. ``pass_on_s_per_byte``: what the last segment takes on its last
-    step. ``turn_s_per_byte``: what the slowest link takes for the segment that comes up before any goes down.
+    ``depth``: of the deepest tree; ``latency_s``: of all its steps. ``pass_on_s_per_byte``: what the last segment takes
+    on its last step. ``turn_s_per_byte``: what the slowest link takes for the segment that comes up before any goes
+    down.
     """
 
     down: Array
     up: Array
+    depth: int
     latency_s: float
     pass_on_s_per_byte: float
     turn_s_per_byte: float
@@ -36,7 +38,7 @@ def route_loads(way: Way, fabric: Fabric) -> RouteLoads:
     n = fabric.world_size
     down, up = np.zeros_like(fabric.senders), np.zeros_like(fabric.senders)
     pace = _pair_s_per_byte(fabric)
-    latency, passing = 0.0, 0.0
+    depth, latency, passing = 0, 0.0, 0.0
     for root in range(n):
         edges = tree(way, root, n)
         parents, children = [e.parent for e in edges], [e.child for e in edges]
@@ -47,8 +49,8 @@ def route_loads(way: Way, fabric: Fabric) -> RouteLoads:
             steps[e.depth] = max(steps.get(e.depth, 0.0), float(fabric.latency_s[e.parent, e.child]))
             if e.depth > 1:
                 passing = max(passing, float(pace[e.parent, e.child]))
-        latency = max(latency, sum(steps.values()))
-    return RouteLoads(down, up, latency, passing, float(pace.max(initial=0.0)))
+        depth, latency = max(depth, *steps), max(latency, sum(steps.values()))
+    return RouteLoads(down, up, depth, latency, passing, float(pace.max(initial=0.0)))
 
 
 def routings(name: str, fabric: Fabric, hosts: tuple[str, ...]) -> tuple[str, ...]:

@@ -50,6 +50,11 @@ class FoldedFabric:
     ring_latency_s: float
     largest_latency_s: float
 
+    @cached_property
+    def ring_s_per_byte(self) -> float:
+        """See ``hap.fabric.Fabric``."""
+        return float((self.edges.sum(axis=1) / self.rates).max())
+
     def busiest(self, by_port: Array) -> Array:
         """(ports of the whole,) -> (K,): the most of all ports that a row stands for."""
         found = np.full(len(self.rates), -np.inf)

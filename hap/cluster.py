@@ -38,7 +38,7 @@ import yaml
 from hap.errors import ClusterError
 from hap.fabric import Fabric, Port
 from hap.gpus import suggest
-from hap.hosts import Device, DeviceSpec, DuplexSpec, Frozen, HostSpec, PathSpec
+from hap.hosts import Device, DeviceSpec, DuplexSpec, Frozen, HostSpec, LinkKind, PathSpec
 
 Backend = Literal["nccl", "gloo"]
 
@@ -53,6 +53,21 @@ class Link(NamedTuple):
 class Rates(NamedTuple):
     up_bytes_per_s: float
     down_bytes_per_s: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Nvidia:
+    """What NCCL asks about its GPUs: the oldest and the newest ``compute_capability`` (80 for 8.0), the slowest kind of
+    link inside a host (None where no host has two devices), the number of each rank's host."""
+
+    oldest: int
+    newest: int
+    inside: LinkKind | None
+    host: tuple[int, ...]
+
+    @cached_property
+    def most_on_a_host(self) -> int:
+        return max(self.host.count(h) for h in range(self.host[-1] + 1))
 
 
 class ClusterSpec(Frozen):
@@ -164,6 +179,18 @@ class ClusterSpec(Frozen):
         if path is not None and path.bandwidth is not None:
             rates.append(path.bandwidth)
         return Link(min(rates), self._latency_s(a, b))
+
+    @cached_property
+    def nvidia(self) -> Nvidia | None:
+        """None unless NCCL joins GPUs of NVIDIA's alone, all from the catalogue, by links of a known kind."""
+        found = [spec.catalogue_gpu for h in self.hosts for spec in h.devices]
+        capabilities = [gpu.compute_capability for gpu in found if gpu is not None and gpu.compute_capability]
+        kinds = [h.link_kind for h in self.hosts if h.size > 1]
+        if self.backend != "nccl" or len(capabilities) < len(found) or None in kinds:
+            return None
+        slowest: LinkKind | None = None if not kinds else "pcie" if "pcie" in kinds else "nvlink"
+        host = tuple(i for i, h in enumerate(self.hosts) for _ in range(h.size))
+        return Nvidia(min(capabilities), max(capabilities), slowest, host)
 
     @cached_property
     def fabric(self) -> Fabric:

@@ -101,5 +101,10 @@ class Fabric:
         return float(self.latency_s[ranks, np.roll(ranks, -1)].max())
 
     @cached_property
+    def ring_s_per_byte(self) -> float:
+        """Seconds of one step in which every rank sends one byte to its successor."""
+        return float((self.edges.sum(axis=1) / self.rates).max())
+
+    @cached_property
     def largest_latency_s(self) -> float:
         return float(self.latency_s.max())

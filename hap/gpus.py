@@ -1,9 +1,10 @@
 """The GPU catalogue: what the vendors' data sheets say, read from ``gpus.csv`` beside this file.
 
 ``float32`` is the plain (non-tensor-core) rate, ``tf32``, ``float16`` and ``bfloat16`` the dense tensor-core rate where
-there is one (on P100 plain half precision). ``link_gb_s`` is one direction of all links of the card together. An empty
-cell is a rate that the card does not have or that nobody looked up; column ``status`` says which numbers were checked.
-Memory is counted in decimal GB, a little less than the card really has.
+there is one (on P100 plain half precision). ``link_gb_s`` is one direction of all links of the card together.
+``compute_capability`` is NVIDIA's (its table of CUDA GPUs). An empty cell is a number that the card does not have or
+that nobody looked up; column ``status`` says which were checked. Memory is counted in decimal GB, a little less than
+the card really has.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row. ``tflops`` maps a dtype of ``DTYPES`` to TFLOP/s; ``link`` is nvlink, xgmi, pcie or "" (unknown)."""
+    """One row. ``tflops`` maps a dtype of ``DTYPES`` to TFLOP/s; ``link`` is nvlink, xgmi, pcie or "" (unknown);
+    ``compute_capability`` is 80 for 8.0, None for a card that is not NVIDIA's."""
 
     name: str
     tflops: Mapping[str, float] = field(hash=False)
@@ -29,6 +31,7 @@ class Gpu:
     memory_bandwidth_bytes_per_s: float
     link: str
     link_bytes_per_s: float | None
+    compute_capability: int | None
     source: str
     status: str
 
@@ -88,6 +91,7 @@ def _gpu(row: Mapping[str, str]) -> Gpu:
         memory_bandwidth_bytes_per_s=float(row["memory_bandwidth_gb_s"]) * 1e9,
         link=row["link"],
         link_bytes_per_s=float(row["link_gb_s"]) * 1e9 if row["link_gb_s"] else None,
+        compute_capability=round(float(row["compute_capability"]) * 10) if row["compute_capability"] else None,
         source=row["source"],
         status=row["status"],
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import pydantic
 
@@ -18,6 +18,8 @@ PCIE_BYTES_PER_S = {"pcie3": 12e9, "pcie4": 24e9, "pcie5": 48e9}
 PCIE_LATENCY_S = 5.7e-6  # NCCL src/graph/tuning.cc, ring, simple protocol, one hop
 NVLINK_LATENCY_S = 3.4e-6  # same
 NVLINK_EFFICIENCY = 0.8  # torch/_inductor/comm_analysis.py: 120, 240, 370, 720 of 150, 300, 450, 900 GB/s
+
+LinkKind = Literal["nvlink", "pcie"]
 
 Rate = Annotated[float, pydantic.BeforeValidator(parse_rate), pydantic.PlainSerializer(format_rate)]
 Size = Annotated[int, pydantic.BeforeValidator(parse_size), pydantic.PlainSerializer(format_size)]
@@ -174,6 +176,13 @@ class HostSpec(Frozen):
     @property
     def size(self) -> int:
         return sum(d.count for d in self.devices)
+
+    @property
+    def link_kind(self) -> LinkKind | None:
+        """What the host's own link is; None where only numbers are given, or it is none of NVIDIA's."""
+        if self.link == "nvlink":
+            return "nvlink"
+        return "pcie" if isinstance(self.link, str) and self.link in PCIE_BYTES_PER_S else None
 
     @property
     def inside(self) -> Duplex | None:

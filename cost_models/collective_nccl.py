@@ -1,0 +1,156 @@
+"""Seconds of a conversion where NCCL joins NVIDIA's GPUs: its own calls as its tuner expects them (``nccl``), and what
+is built from messages by the plain formulas with the latencies of NCCL's messages.
+
+N ranks, a value of B bytes, source shares rho, target shares sigma; ``line`` runs over NCCL's pairs of algorithm and
+protocol, ``Simple`` is the ring by Simple, the pair with the most bandwidth:
+
+    all_reduce      ring        min over lines of latency + B s_per_byte
+    all_gather      padded      Simple's s_per_byte * N B max(rho), and whatever the best line costs above that when
+    reduce_scatter  padded      dealt evenly:  min over lines of latency + B (s_per_byte - Simple's s_per_byte)
+    all_gather      broadcast   N calls on one stream: min over protocols of N bases + a ring's hops + B / bandwidth
+    the rest                    one call of Simple for each round of messages (``hap.runtime.p2p``); a schedule that
+                                passes segments on has one round for each of the most that an owner has
+
+Each is a constant, concave in B, and stages proportional to B and affine in the shares, as the search wants it: a
+straight line between two sizes is never above it.
+
+A cluster is priced so when all its GPUs and its links inside hosts are known to be NVIDIA's (``ClusterSpec.nvidia``).
+Otherwise, and where collectives were measured (a profile), the plain forms stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from hap.cluster import ClusterSpec, Nvidia
+from hap.cost_models.collective_form import CollectiveForm, Problem, Stage
+from hap.cost_models.collective_formulas import formula
+from hap.cost_models.collective_routes import route_loads
+from hap.cost_models.fold import Cluster, FoldedCluster, FoldedFabric
+from hap.cost_models.nccl import (
+    Communicator,
+    base_s,
+    fastest,
+    generation_of,
+    lines,
+    network_hop_s,
+)
+from hap.cost_models.profile import CalibratedCluster
+from hap.fabric import Fabric
+from hap.plan import Collective
+from hap.routes import ROUTED, SEGMENT_BYTES, Way, segment_owners
+
+LL128_SINCE = 70  # compute capability
+CALL_S = base_s("ring", "Simple")  # of a call that exchanges messages
+
+
+@dataclass(frozen=True, eq=False)
+class Speech:
+    """A cluster as NCCL sees it: one communicator, and the fabric with the latencies of single messages."""
+
+    comm: Communicator
+    messages: Fabric
+
+
+def speech(cluster: Cluster) -> Speech | None:
+    """None where nothing says that NCCL joins NVIDIA's GPUs, or where its collectives were measured."""
+    whole = _whole(cluster)
+    if isinstance(whole, CalibratedCluster) or whole.nvidia is None or whole.world_size == 1:
+        return None
+    return _speech(whole.fabric, whole.nvidia)
+
+
+def nccl_formula(p: Problem, kind: Collective, decomposition: str, speech: Speech) -> CollectiveForm:
+    """Seconds of one way to perform a collective, or of a routing."""
+    match kind, decomposition:
+        case "slice", _:
+            return formula(p, kind, decomposition)
+        case "all_reduce", "ring":
+            return CollectiveForm(fastest("all_reduce", p.nbytes, speech.comm).seconds, ())
+        case "all_gather", "padded":
+            constant, per_share = _padded("all_gather", p, speech.comm)
+            return CollectiveForm(constant, (p.by_rank(source=per_share), _copies(p)))
+        case "reduce_scatter", "padded":
+            constant, per_share = _padded("reduce_scatter", p, speech.comm)
+            return CollectiveForm(constant, (p.by_rank(target=per_share), _copies(p)))
+        case "all_gather", "broadcast":
+            return CollectiveForm(_broadcasts_s(p.nbytes, speech.comm), (_copies(p),))
+    told = replace(p, fabric=_told(p.fabric, speech.messages), base_s=CALL_S)
+    form = formula(told, kind, decomposition)
+    way = Way.parse(decomposition)
+    return _by_rounds(form, told, kind, way) if way.name in ROUTED and kind != "all_to_all" else form
+
+
+def _padded(kind: Collective, p: Problem, comm: Communicator) -> tuple[float, float]:
+    """(constant, seconds of the wire for the largest share)."""
+    assert kind in ("all_gather", "reduce_scatter")
+    simple = p.nbytes * (comm.ranks - 1) / comm.ranks / comm.bus_bytes_per_s
+    return fastest(kind, p.nbytes, comm).seconds - simple, comm.ranks * simple
+
+
+def _broadcasts_s(nbytes: float, comm: Communicator) -> float:
+    return min(
+        line.latency_s
+        + (comm.ranks - 1) * base_s("ring", line.protocol)
+        + nbytes * line.s_per_byte * comm.ranks / (comm.ranks - 1)
+        for line in lines("all_gather", comm)
+    )
+
+
+def _copies(p: Problem) -> Stage:
+    return p.by_rank(constant=p.copy_s, in_memory=True)
+
+
+def _by_rounds(form: CollectiveForm, p: Problem, kind: Collective, way: Way) -> CollectiveForm:
+    """Each round is a call of its own, which the formula of a stream of messages does not know."""
+    assert isinstance(p.fabric, Fabric), "routes are of ranks, not of classes"
+    depth, segments = route_loads(way, p.fabric).depth, p.nbytes / SEGMENT_BYTES
+    round_s = CALL_S + p.fabric.largest_latency_s
+    if kind == "all_reduce":
+        rounds = segments / len(segment_owners(way, p.n))
+        return replace(form, constant_s=form.constant_s + (2 * depth - 1) * CALL_S + rounds * round_s)
+    if depth == 1:
+        return form
+    turns = segments * round_s
+    stage = p.by_rank(source=turns) if kind == "all_gather" else p.by_rank(target=turns)
+    return CollectiveForm(form.constant_s + (depth - 1) * CALL_S, (*form.stages, stage))
+
+
+def _whole(cluster: Cluster) -> ClusterSpec:
+    return cluster.whole if isinstance(cluster, FoldedCluster) else cluster
+
+
+def _told(fabric: Fabric | FoldedFabric, messages: Fabric) -> Fabric | FoldedFabric:
+    """The fabric of the question with the latencies of ``messages``, which is of all ranks."""
+    if isinstance(fabric, Fabric):
+        return messages
+    return replace(
+        fabric,
+        exchange_latency_s=messages.exchange_latency_s,
+        ring_latency_s=messages.ring_latency_s,
+        largest_latency_s=messages.largest_latency_s,
+    )
+
+
+@lru_cache(maxsize=32)
+def _speech(fabric: Fabric, gpus: Nvidia) -> Speech:
+    host, ranks = np.array(gpus.host), np.arange(fabric.world_size)
+    same, after = host[:, None] == host, np.roll(ranks, -1)
+    on_network = fabric.latency_s[ranks, after][host != host[after]]
+    least, nothing = network_hop_s("tree", "Simple", 0.0), network_hop_s("tree", "LL", 0.0)
+    latency_s = np.where(same, fabric.latency_s, least + np.maximum(0.0, fabric.latency_s - nothing))
+    latency_s.flags.writeable = False
+    comm = Communicator(
+        ranks=fabric.world_size,
+        hosts=gpus.host[-1] + 1,
+        inside=gpus.inside,
+        bus_bytes_per_s=1.0 / fabric.ring_s_per_byte,
+        generation=generation_of(gpus.oldest),
+        ll128=gpus.oldest == gpus.newest >= LL128_SINCE and gpus.inside != "pcie",
+        network_latency_s=float(on_network.max(initial=0.0)),
+        most_on_a_host=gpus.most_on_a_host,
+    )
+    return Speech(comm, replace(fabric, latency_s=latency_s))

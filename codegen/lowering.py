@@ -26,7 +26,7 @@ from hap.graph import Graph, Node, Phase, Value, map_values
 from hap.ops import takes_device
 from hap.placement import REPLICATE, Partial, Placement, Shard, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
-from hap.rules.localize import localize
+from hap.rules.localize import Arguments, localize
 
 RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p", "rank", "saved", "self", "torch", "x")
 
@@ -34,10 +34,23 @@ RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p",
 def lower(graph: Graph, plan: Plan) -> Program:
     """The program that ``plan`` stands for. PlanError where plan and graph do not belong together or are unsound."""
     strategies = _strategies(graph, plan)
-    conversions = _conversions(graph, plan, strategies)
-    program = _Lowering(graph, plan, strategies, conversions).run()
+    ways = {key: c.decomposition for key, c in _conversions(graph, plan, strategies).items()}
+    program = _Lowering(graph, plan.groups, plan.world_size, strategies, ways).run()
     verify_program(program)
     return replace(program, recomputed=_recomputed(graph, plan))
+
+
+def draft(
+    graph: Graph,
+    groups: Mapping[str, GroupPlan],
+    world_size: int,
+    strategies: Mapping[str, Strategy],
+    conversions: Iterable[tuple[Need, str]],
+) -> Program:
+    """The program of strategies that the search made itself, and of its needs with their decompositions: only to be
+    timed. As ``lower`` makes it, but nothing is checked and literals keep the sizes of the whole."""
+    ways = {_key(need): how for need, how in conversions}
+    return _Lowering(graph, groups, world_size, strategies, ways, local=False).run()
 
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
@@ -110,13 +123,17 @@ class _Lowering:
     def __init__(
         self,
         graph: Graph,
-        plan: Plan,
+        groups: Mapping[str, GroupPlan],
+        world_size: int,
         strategies: Mapping[str, Strategy],
-        conversions: Mapping[tuple[Value, Placement, Phase], Conversion],
+        ways: Mapping[tuple[Value, Placement, Phase], str],
+        *,
+        local: bool = True,
     ) -> None:
-        self.graph, self.plan, self.strategies, self.conversions = graph, plan, strategies, conversions
+        self.graph, self.world_size, self.strategies, self.ways = graph, world_size, strategies, ways
+        self.local = local  # literals become local, and strategies are checked on the way
         self.position = {n.name: i for i, n in enumerate(graph.nodes)}
-        self.groups = _used_groups(plan, strategies.values())
+        self.groups = _used_groups(groups, strategies.values())
         constants = group_labels({name: group.label for name, group in self.groups.items()})
         self.names = _Names(graph, [name for _, name in constants])
         self.held: dict[str, Held] = {}
@@ -147,7 +164,7 @@ class _Lowering:
         return Program(
             name=graph.name,
             graph_fingerprint=graph.fingerprint,
-            world_size=self.plan.world_size,
+            world_size=self.world_size,
             sizes={name: group.sizes for name, group in self.groups.items()},
             labels={name: group.label for name, group in self.groups.items()},
             sources=sources,
@@ -178,7 +195,7 @@ class _Lowering:
         raise AssertionError(f"no parameter or buffer {target}")
 
     def _source(self, node: Node) -> Source:
-        localize(node, self.strategies[node.name], self.graph)
+        self._arguments(node)
         name = self._define(Value(node.name), _placed(self.strategies[node.name], 0))
         part: Phase = "backward" if node.op == "tangent" else "forward"
         self.made_in[name] = part
@@ -203,7 +220,7 @@ class _Lowering:
 
     def _call(self, node: Node, part: Phase) -> None:
         strategy = self.strategies[node.name]
-        args, kwargs = localize(node, strategy, self.graph)
+        args, kwargs = self._arguments(node)
         reads = zip(node.inputs, strategy.inputs, strict=True)
         names = iter([self._read(value, placement, part, node.module) for value, placement in reads])
         outputs: list[str | None] = []
@@ -223,21 +240,25 @@ class _Lowering:
             for placement in self.required.get(Value(node.name, index), ()):
                 self._read(Value(node.name, index), placement, part, node.module)
 
+    def _arguments(self, node: Node) -> Arguments:
+        """PlanError unless the node's strategy is sound, if that is asked."""
+        return localize(node, self.strategies[node.name], self.graph) if self.local else (node.args, node.kwargs)
+
     def _read(self, value: Value, target: Placement, part: Phase, module: str) -> str:
         """The name under which ``part`` finds ``value`` in ``target``, converted for ``module`` if it must be."""
         source = _placed(self.strategies[value.node], value.index)
         if source == target:
             return self._cross(self.names.of(value), part)
         phases: tuple[Phase, ...] = ("forward",) if part == "forward" else ("backward", "forward")
-        key = next((value, target, phase) for phase in phases if (value, target, phase) in self.conversions)
+        key = next((value, target, phase) for phase in phases if (value, target, phase) in self.ways)
         if key not in self.converted:
-            self.converted[key] = self._convert(value, self.conversions[key], part, module)
+            self.converted[key] = self._convert(*key, part, module)
         return self._cross(self.converted[key], part)
 
-    def _convert(self, value: Value, conversion: Conversion, part: Phase, module: str) -> str:
-        source, target = parse_placement(conversion.source), parse_placement(conversion.target)
+    def _convert(self, value: Value, target: Placement, phase: Phase, part: Phase, module: str) -> str:
+        source = _placed(self.strategies[value.node], value.index)
         original = self._cross(self.names.of(value), part)
-        again = (value, target, "forward") in self.converted and conversion.phase == "backward"
+        again = (value, target, "forward") in self.converted and phase == "backward"
         name = self.names.fresh(f"{self.names.of(value)}__{placement_suffix(target)}{'_again' if again else ''}")
         self.held[name] = Held(value, self.graph.meta(value), target)
         self.made_in[name] = part
@@ -246,10 +267,10 @@ class _Lowering:
                 output=name,
                 input=original,
                 kind=collective_kind(source, target),
-                decomposition=conversion.decomposition,
+                decomposition=self.ways[value, target, phase],
                 source=source,
                 target=target,
-                phase=conversion.phase,
+                phase=phase,
                 module=module,
             )
         )
@@ -301,10 +322,10 @@ def _placed(strategy: Strategy, index: int) -> Placement:
     return placement
 
 
-def _used_groups(plan: Plan, strategies: Iterable[Strategy]) -> dict[str, GroupPlan]:
-    """The groups that some strategy shards, in the plan's order."""
+def _used_groups(groups: Mapping[str, GroupPlan], strategies: Iterable[Strategy]) -> dict[str, GroupPlan]:
+    """The groups that some strategy shards, in the given order."""
     used = {p.group for s in strategies for p in (*s.inputs, *s.outputs) if isinstance(p, Shard)}
-    return {name: group for name, group in plan.groups.items() if name in used}
+    return {name: group for name, group in groups.items() if name in used}
 
 
 def _device(node: Node) -> tuple[tuple[str, Any], ...]:

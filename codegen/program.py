@@ -25,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
@@ -93,7 +94,7 @@ class Call:
     kwargs: tuple[tuple[str, Any], ...]
     module: str
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         return tuple(v.node for v in values_in((self.args, tuple(v for _, v in self.kwargs))))
 

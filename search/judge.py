@@ -18,13 +18,13 @@ bulk-synchronous view passes by: whole or sharded parameters, each with the batc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
-from hap.codegen.lowering import lower
+from hap.codegen.lowering import draft
 from hap.codegen.passes.runner import Pass, run_passes, standard_passes
 from hap.codegen.passes.windows import work_of
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait
@@ -37,9 +37,9 @@ from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue, Timeline, play
 from hap.fabric import Array
 from hap.graph import Graph
-from hap.placement import REPLICATE, GroupSizes, Shard
-from hap.plan import Plan, Strategy
-from hap.search.assemble import assemble_plan
+from hap.placement import REPLICATE, GroupSizes, Placement, Shard
+from hap.plan import GroupPlan, Plan, Strategy
+from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.problem import Problem
 from hap.search.refine import INPUT_TOLERANCE, deal_out_inputs, reshare
@@ -69,7 +69,9 @@ def default_passes(program: Program, cluster: ClusterSpec | None) -> tuple[Pass,
 def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, off: Sequence[str] = ()) -> Timeline:
     """One step of ``program``, which ``lower`` made of ``plan``, after the passes but those named in ``off``."""
     rewritten = run_passes(program, default_passes(program, cluster), off=off).program
-    events = _Events(graph, plan, rewritten, cluster, program.sizes, Calls(graph))
+    strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
+    optimizer = plan.provenance.optimizer
+    events = _Events(graph, strategies, optimizer, rewritten, cluster, program.sizes, Calls(graph))
     return play(events.all(), tuple(d.name for d in cluster.devices))
 
 
@@ -85,17 +87,18 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     for f in sorted(candidates, key=lambda f: f.cost):
         programs.setdefault((tuple(f.strategies.values()), f.regather), f)
     timed: list[tuple[float, tuple[float, float], int]] = []
+    watch = _Stopwatch(problem)
     rest = sorted(programs.values(), key=lambda f: max(f.evaluation.compute_s))
     for number, f in enumerate(rest):
         if timed and max(f.evaluation.compute_s) * LEANEST > min(timed)[0]:
             break
         chooser.check()
-        timed.append((_seconds(problem, f), f.cost, number))
+        timed.append((watch.seconds(f), f.cost, number))
     least = min(timed)[0]
     near = [t for t in timed if t[0] <= least * (1 + TIE)]
     seconds, _, number = min(near, key=lambda t: (len(rest[t[2]].evaluation.conversions), t))
     dealt = deal_out_inputs(chooser, rest[number])
-    if dealt is not rest[number] and (dealt_s := _seconds(problem, dealt)) <= seconds * (1 + INPUT_TOLERANCE):
+    if dealt is not rest[number] and (dealt_s := watch.seconds(dealt)) <= seconds * (1 + INPUT_TOLERANCE):
         return dealt, dealt_s
     return rest[number], seconds
 
@@ -104,25 +107,60 @@ def _key(found: Found) -> tuple[object, ...]:
     return tuple(found.strategies.items()), tuple(found.sizes.items()), found.regather
 
 
-def _seconds(problem: Problem, found: Found) -> float:
-    graph = problem.choices.graph
-    made = assemble_plan(
-        problem.choices,
-        problem.cluster,
-        found.strategies,
-        found.sizes,
-        found.evaluation,
-        optimizer=problem.optimizer,
-        model_name=graph.name,
-        lower_bound_s=None,
-        solver={},
-    )
-    program = lower(graph, made)
-    rewritten = run_passes(program, default_passes(program, problem.cluster)).program
-    folded = fold(problem.cluster, dict.fromkeys(made.sizes.values()))
-    cluster, sizes = (problem.cluster, made.sizes) if folded is None else (folded, folded.take(made.sizes))
-    events = _Events(graph, made, rewritten, cluster, sizes, problem.facts.calls)
-    return play(events.all(), tuple(d.name for d in cluster.devices)).step_s
+@dataclass(eq=False)
+class _Stopwatch:
+    """The step of one candidate after another; what they have in common is found once."""
+
+    problem: Problem
+    _best: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def seconds(self, found: Found) -> float:
+        """As ``played`` of the plan's program has it."""
+        problem, graph = self.problem, self.problem.choices.graph
+        used = used_groups(found.strategies.values())
+        sizes = {name: tuple(found.sizes[name]) for name in used}
+        groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
+        ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
+        program = draft(graph, groups, problem.world_size, found.strategies, ways)
+        program = replace(program, recomputed=found.repeated)
+        rewritten = run_passes(program, standard_passes(choose=self._chooser(sizes)), verify=False).program
+        folded = fold(problem.cluster, dict.fromkeys(sizes.values()))
+        cluster, here = (problem.cluster, sizes) if folded is None else (folded, folded.take(sizes))
+        events = _Events(graph, found.strategies, problem.optimizer, rewritten, cluster, here, problem.facts.calls)
+        return _step_s(events.all(), cluster.world_size)
+
+    def _chooser(self, sizes: GroupSizes) -> Callable[[Convert, int], str]:
+        forms = self.problem.facts.evaluator.forms
+
+        def choose(largest: Convert, nbytes: int) -> str:
+            key = (largest.kind, nbytes, *(_sized(p, sizes, largest.kind) for p in (largest.source, largest.target)))
+            if key not in self._best:
+                how, _ = forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)
+                self._best[key] = how
+            return self._best[key]
+
+        return choose
+
+
+def _sized(placement: Placement, sizes: GroupSizes, kind: str) -> object:
+    """What the seconds of a collective depend on."""
+    if not isinstance(placement, Shard):
+        return str(placement)
+    return (placement if kind == "all_to_all" else None, sizes[placement.group])
+
+
+def _step_s(events: Iterable[Event], width: int) -> float:
+    """``play(events).step_s``, and nothing else of it: the clocks alone, of all ranks at once."""
+    free, wire, ends = np.zeros(width), 0.0, dict[str, float]()
+    for event in events:
+        match event:
+            case Local():
+                free = free + event.seconds
+            case Issue():
+                wire = ends[event.handle] = max(float(free.max()), wire) + event.seconds
+            case Await(handle=handle):
+                free = np.maximum(free, ends.pop(handle))
+    return max(float(free.max(initial=0.0)), wire)
 
 
 def _family(chooser: Chooser) -> Iterator[Found]:
@@ -180,7 +218,8 @@ class _Events:
     """A program's instructions as events."""
 
     graph: Graph
-    plan: Plan
+    strategies: Mapping[str, Strategy]
+    optimizer: str
     program: Program
     cluster: Cluster
     sizes: GroupSizes
@@ -188,15 +227,14 @@ class _Events:
     _known: dict[tuple[object, ...], _Wire] = field(default_factory=dict)
 
     def all(self) -> Iterator[Event]:
-        strategies = {node.name: self.plan.strategy(node.name) for node in self.graph.nodes}
-        calls = self._call_seconds(strategies)
+        calls = self._call_seconds()
         around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in self.cluster.devices]
         yield Local("step", "forward", np.array(around))
         for phase, part in (("forward", self.program.forward), ("backward", self.program.backward)):
             for number, instruction in enumerate(part):
                 yield from self._instruction(instruction, f"{phase} {number}", phase, calls)
-        optimizer = self.plan.provenance.optimizer
-        yield Local("optimizer", "update", update_seconds(self.graph, strategies, self.sizes, self.cluster, optimizer))
+        update = update_seconds(self.graph, self.strategies, self.sizes, self.cluster, self.optimizer)
+        yield Local("optimizer", "update", update)
 
     def _instruction(
         self, instruction: Instruction, place: str, phase: str, calls: Mapping[str, Array]
@@ -265,16 +303,18 @@ class _Events:
             self._known[key] = _Wire(seconds, packing)
         return self._known[key]
 
-    def _call_seconds(self, strategies: Mapping[str, Strategy]) -> dict[str, Array]:
-        """Node -> seconds on every rank (N,), where it takes any."""
+    def _call_seconds(self) -> dict[str, Array]:
+        """Node -> seconds on every rank (N,), where it takes any. Calls that are equal but for their names once."""
         table = ComputeTable(self.cluster.devices)
-        n = self.cluster.world_size
         atoms = {group: np.array(s, dtype=np.float64) for group, s in self.sizes.items()}
-        found: dict[str, Array] = {}
+        ones, known, found = np.ones(self.cluster.world_size), dict[object, Array](), dict[str, Array]()
         for node in self.graph.nodes:
-            if not node.is_source:
-                parts = self.calls.parts(node.name, strategies[node.name])
-                seconds = table.seconds(parts, np.ones(n) if parts.group is None else atoms[parts.group] / parts.n)
-                if seconds.any():
-                    found[node.name] = seconds
+            if node.is_source:
+                continue
+            parts = self.calls.parts(node.name, self.strategies[node.name])
+            key = (parts, parts.call) if table.is_measured else parts
+            if key not in known:
+                known[key] = table.seconds(parts, ones if parts.group is None else atoms[parts.group] / parts.n)
+            if known[key].any():
+                found[node.name] = known[key]
         return found

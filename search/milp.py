@@ -49,13 +49,13 @@ from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import Partial, Placement
 from hap.search.classes import Classes, Slot, ValueClass
+from hap.search.warm import SEED, Point, WarmProgram
 
 if TYPE_CHECKING:
     from hap.search.tables import Coefficients
 
 MS, GB = 1e3, 1e-9  # seconds -> milliseconds, bytes -> gigabytes
 SMALLEST = 1e-9  # a coefficient below this is nothing in ms or GB, and HiGHS would drop it
-SEED = 20240601
 
 Terms = list[int]  # the sum of these variables
 
@@ -221,18 +221,28 @@ def choose(
     barriers: bool = False,
     nodes: int = 2000,
     gap: float = 1e-6,
+    warm: dict[object, WarmProgram] | None = None,
 ) -> Choice | None:
     """The cheapest strategies at the sizes of ``prices``; None if none fits the memory.
 
     ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread,
-    fixed seed, at most ``nodes`` branch-and-bound nodes.
+    fixed seed, at most ``nodes`` branch-and-bound nodes. ``warm`` keeps what was solved for this skeleton: with it the
+    linear relaxation is asked first, from where it ended last.
     """
     found = prices.coefficients()
-    for limited in (False, True):
+    unlimited = _relaxed(skeleton, found, forced or {}, warm) if barriers and warm is not None else None
+    if unlimited is not None and _fits(found, unlimited.values[:-1]):
+        return Choice(
+            picks=tuple(_largest(unlimited.values[terms].tolist()) for terms in skeleton.x),
+            objective_s=unlimited.objective / MS,
+            bound_s=unlimited.bound / MS,
+            variables=len(skeleton.names) + 1,
+            rows=len(skeleton.row_names),
+            status="optimal",
+        )
+    for limited in (False, True) if unlimited is None else (True,):
         proto = _priced(skeleton, found, barriers, limited)
-        for a, options in (forced or {}).items():
-            for i, variable in enumerate(skeleton.x[a]):
-                proto.variables.upper_bounds[variable] = 1.0 if i in options else 0.0
+        _force(skeleton, proto, forced or {})
         model = mathopt.Model.from_model_proto(proto)
         highs = highs_pb2.HighsOptionsProto()
         highs.string_options["parallel"] = "off"
@@ -257,6 +267,31 @@ def choose(
     )
 
 
+def _force(skeleton: Skeleton, proto: model_pb2.ModelProto, forced: Mapping[int, Sequence[int]]) -> None:
+    for a, options in forced.items():
+        for i, variable in enumerate(skeleton.x[a]):
+            proto.variables.upper_bounds[variable] = 1.0 if i in options else 0.0
+
+
+def _relaxed(
+    skeleton: Skeleton, found: Coefficients, forced: Mapping[int, Sequence[int]], warm: dict[object, WarmProgram]
+) -> Point | None:
+    """The optimum without memory rows where the linear relaxation has an integral one."""
+    key = tuple((a, tuple(options)) for a, options in forced.items())
+    if key not in warm:
+        proto = _priced(skeleton, found, True, False)
+        _force(skeleton, proto, forced)
+        warm[key] = WarmProgram(proto)
+    return warm[key].solve(_objective_ms(found, True))
+
+
+def _objective_ms(found: Coefficients, barriers: bool) -> Array:
+    """(V + 1,) with that of ``T`` last."""
+    cost = found.together_s * MS + (found.compute_s.max(axis=0) * MS if barriers else 0.0)
+    cost[np.abs(cost) < SMALLEST] = 0.0
+    return np.append(cost, 1.0)
+
+
 def _fits(found: Coefficients, values: Array) -> bool:
     """Whether a point of the program without memory rows obeys them."""
     return bool(((found.held_bytes @ values) * GB <= found.capacity_bytes * GB + SMALLEST).all())
@@ -265,10 +300,8 @@ def _fits(found: Coefficients, values: Array) -> bool:
 def _priced(skeleton: Skeleton, found: Coefficients, barriers: bool, limited: bool) -> model_pb2.ModelProto:
     """The whole program: skeleton, objective, and the device rows of every kind of rank; of memory, if ``limited``."""
     slowest, width = len(skeleton.names), len(skeleton.names) + 1
-    together_ms, compute_ms = found.together_s * MS, found.compute_s * MS
-    if barriers:
-        together_ms, compute_ms = together_ms + compute_ms.max(axis=0), compute_ms[:0]
-    together_ms = np.append(together_ms, 1.0)
+    cost_ms = _objective_ms(found, barriers)
+    compute_ms = found.compute_s[:0] if barriers else found.compute_s * MS
     dense = [np.append(compute_ms, np.full((len(compute_ms), 1), -1.0), axis=1)]
     upper = [0.0] * len(compute_ms)
     for held in found.held_bytes if limited else ():
@@ -282,9 +315,9 @@ def _priced(skeleton: Skeleton, found: Coefficients, barriers: bool, limited: bo
     proto.variables.lower_bounds.extend([0.0] * width)
     proto.variables.upper_bounds.extend([1.0] * slowest + [np.inf])
     proto.variables.integers.extend([*skeleton.integers, False])
-    used = np.flatnonzero(np.abs(together_ms) >= SMALLEST)
+    used = np.flatnonzero(cost_ms)
     proto.objective.linear_coefficients.ids.extend(used.tolist())
-    proto.objective.linear_coefficients.values.extend(together_ms[used].tolist())
+    proto.objective.linear_coefficients.values.extend(cost_ms[used].tolist())
     first = len(skeleton.row_names)
     proto.linear_constraints.ids.extend(range(first + len(rows)))
     proto.linear_constraints.lower_bounds.extend([lb for lb, _ in skeleton.row_bounds] + [-np.inf] * len(rows))

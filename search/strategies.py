@@ -15,6 +15,7 @@ from hap.search.limits import MIP_GAP, Limits
 from hap.search.milp import Choice, choose
 from hap.search.problem import Problem
 from hap.search.tables import Prices
+from hap.search.warm import WarmProgram
 
 BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
@@ -31,6 +32,7 @@ class Chooser:
     check: Callable[[], None] = lambda: None
     milps: int = 0
     solved: dict[object, Choice | None] = field(default_factory=dict)
+    warm: dict[bool, dict[object, WarmProgram]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)
@@ -57,7 +59,7 @@ class Chooser:
                 break
             strategies = self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
             evaluation = self.problem.judge(strategies, sizes, regather)
-            found.append(Found(strategies, sizes, regather, left_out, evaluation, choice))
+            found.append(Found(strategies, sizes, regather, left_out, evaluation, choice, self.problem.recomputed))
             hopeless = best is not None and best.fits and choice.objective_s > BEHIND * best.cost[1]
             if found[-1].fits:
                 self.margin = usable - capacity
@@ -86,5 +88,6 @@ class Chooser:
                 barriers=barriers,
                 nodes=self.limits.nodes,
                 gap=MIP_GAP,
+                warm=self.warm.setdefault(regather, {}),
             )
         return self.solved[key]

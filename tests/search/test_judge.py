@@ -83,7 +83,12 @@ def test_does_not_join_the_ranks_in_mid_step_to_save_what_a_bundle_takes_along()
     found = choices(capture(model, x, loss_fn=nn.functional.cross_entropy, example_targets=target))
     plan = plan_graph(found, cluster(*[(0.05, "64GB")] * 4, network="1GB/s", latency="1ms"))
     assert {c.collective for c in plan.conversions} == {"all_reduce"}
-    assert {c.value for c in plan.conversions if c.phase == "forward"} <= {"sum_1", "sum_2", "to_copy_1"}  # the loss
+    assert {c.value for c in plan.conversions if c.phase == "forward"} <= {
+        "sum_1",
+        "sum_2",
+        "to_copy_1",
+        "div_1",
+    }  # loss
 
 
 def factors() -> tuple[Choices, nn.Module, torch.Tensor]:

@@ -1,0 +1,88 @@
+"""The relaxation that is kept in a simplex solver finds what branching from nothing finds."""
+
+import random
+
+import numpy as np
+import pytest
+from ortools.math_opt import model_pb2
+
+from hap.placement import GroupSizes
+from hap.search.milp import choose
+from hap.search.pins import Pins
+from hap.search.problem import Problem
+from hap.search.rounding import round_shares
+from hap.search.tables import Prices
+from hap.search.warm import WarmProgram
+from tests.search.models import cluster, mlp
+
+
+def sized(problem: Problem, rng: random.Random) -> GroupSizes:
+    ratios = [rng.random() + 0.01 for _ in range(problem.world_size)]
+    return {name: round_shares(ratios, g.n) for name, g in problem.choices.groups.items()}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_objective_as_branching_from_nothing(seed: int) -> None:
+    """Sizes change from one solution to the next; every other time the first parameter must stay whole."""
+    rng = random.Random(seed)
+    devices = cluster((1, "1GB"), (2, "1GB"), (4, "1GB"), network=rng.choice(["50MB/s", "1GB/s", "20GB/s"]))
+    problem = Problem.state(mlp(16, 16, 3), devices, "adamw", Pins())
+    tables, capacity, warm = problem.tables(False), np.full(3, 1e9), {}
+    first = problem.classes.of[problem.choices.graph.sources("parameter")[0].name]
+    for number in range(6):
+        prices = Prices(tables, sized(problem, rng), capacity)
+        forced = {first: (0,)} if number % 2 else None
+        kept = choose(tables.skeleton, prices, forced=forced, barriers=True, warm=warm)
+        anew = choose(tables.skeleton, prices, forced=forced, barriers=True)
+        assert kept is not None and anew is not None
+        assert kept.objective_s == pytest.approx(anew.objective_s, rel=1e-6)
+        assert (kept.variables, kept.rows, kept.status) == (anew.variables, anew.rows, anew.status)
+        assert forced is None or kept.picks[first] == 0
+    assert len(warm) == 2
+
+
+def test_memory_is_asked_about_where_the_cheapest_does_not_fit() -> None:
+    problem = Problem.state(mlp(16, 64, 2), cluster((1, "1GB"), (1, "1GB")), "adamw", Pins())
+    tables, sizes = problem.tables(False), {n: round_shares([1, 1], g.n) for n, g in problem.choices.groups.items()}
+    roomy = choose(tables.skeleton, Prices(tables, sizes, np.full(2, 1e9)), barriers=True, warm={})
+    assert roomy is not None
+    found = Prices(tables, sizes, np.full(2, 1e9)).coefficients()
+    picked = np.zeros(len(tables.skeleton.names))
+    for terms, pick in zip(tables.skeleton.x, roomy.picks, strict=True):
+        picked[terms[pick]] = 1.0
+    tight = Prices(tables, sizes, np.full(2, 0.6 * (found.held_bytes @ picked).max()))
+    kept = choose(tables.skeleton, tight, barriers=True, warm={})
+    anew = choose(tables.skeleton, tight, barriers=True)
+    assert kept == anew and kept is not None and kept.objective_s > roomy.objective_s
+
+
+def program(cost: list[float], *, odd: bool) -> model_pb2.ModelProto:
+    """Three decisions of which, if ``odd``, any two are at most one: half of each is the relaxed optimum."""
+    proto = model_pb2.ModelProto()
+    proto.variables.ids.extend(range(3))
+    proto.variables.lower_bounds.extend([0.0] * 3)
+    proto.variables.upper_bounds.extend([1.0] * 3)
+    proto.variables.integers.extend([True] * 3)
+    proto.objective.linear_coefficients.ids.extend(range(3))
+    proto.objective.linear_coefficients.values.extend(cost)
+    rows = ((0, 1), (1, 2), (0, 2)) if odd else ((0, 1),)
+    proto.linear_constraints.ids.extend(range(len(rows)))
+    proto.linear_constraints.lower_bounds.extend([-np.inf] * len(rows))
+    proto.linear_constraints.upper_bounds.extend([1.0] * len(rows))
+    for row, columns in enumerate(rows):
+        proto.linear_constraint_matrix.row_ids.extend([row] * 2)
+        proto.linear_constraint_matrix.column_ids.extend(columns)
+        proto.linear_constraint_matrix.coefficients.extend([1.0] * 2)
+    return proto
+
+
+def test_a_point_between_is_no_answer() -> None:
+    assert WarmProgram(program([-1.0, -1.0, -1.0], odd=True)).solve(np.array([-1.0, -1.0, -1.0])) is None
+
+
+def test_the_objective_changes_and_the_optimum_with_it() -> None:
+    warm = WarmProgram(program([-1.0, -2.0, 1.0], odd=False))
+    for cost, least, taken in (([-1.0, -2.0, 1.0], -2.0, [0, 1, 0]), ([-3.0, -2.0, -1.0], -4.0, [1, 0, 1])):
+        point = warm.solve(np.array(cost))
+        assert point is not None and point.objective == pytest.approx(least) == point.bound
+        assert point.values.tolist() == pytest.approx(taken)

@@ -19,6 +19,7 @@ from hap.capture import capture
 from hap.capture.inputs import StepInputs
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
+from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.runner import Outcome, print_program, run_passes
 from hap.codegen.program import Program
 from hap.codegen.source import to_python
@@ -151,7 +152,7 @@ def python_source(
 ) -> str:
     """The program of ``plan`` as one Python file that runs under torchrun. PlanError if it is for another model."""
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
-    return to_python(lower(graph, plan), plan)
+    return to_python(recompute_calls(lower(graph, plan)), plan)
 
 
 def simulate(

@@ -20,7 +20,7 @@ from hap.codegen.program import DECOMPOSITIONS
 from hap.conversion import find_needs
 from hap.graph import Graph, Node
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
-from hap.plan import Collective, Conversion, GroupPlan, Plan, Strategy
+from hap.plan import Collective, Conversion, GroupPlan, Plan, Recomputed, Strategy
 from hap.rules.choices import Choices, batch_size, choices
 from hap.search.rounding import round_shares
 
@@ -140,8 +140,16 @@ class _Carrier:
                 "strategies": {node.name: str(self.chosen[node.name]) for node in self.graph.nodes},
                 "conversions": tuple(self._conversions()),
                 "explanation": None,
+                "recomputed": tuple(self._recomputed()),
             }
         )
+
+    def _recomputed(self) -> Iterator[Recomputed]:
+        """What the plan repeats, by the counterparts of its calls."""
+        heirs = {self.before[key].name: node.name for key, node in _counted(self.graph) if key in self.before}
+        for block in self.plan.recomputed:
+            if calls := tuple(heirs[name] for name in block.calls if name in heirs):
+                yield block.model_copy(update={"calls": calls})
 
     def _conversions(self) -> Iterator[Conversion]:
         """What the strategies imply; parameters that the plan gathers again for the backward pass are here, too."""

@@ -166,7 +166,7 @@ class _Fixed:
         sizes, optimizer = self.plan.sizes, self.plan.provenance.optimizer
         before = self._judge(sizes, cluster)
         shares = best_shares(
-            Facts(self.graph, self.candidates, cluster, optimizer),
+            Facts(self.graph, self.candidates, cluster, optimizer, self.plan.recomputed),
             self.strategies,
             sizes,
             before,
@@ -181,4 +181,7 @@ class _Fixed:
 
     def _judge(self, sizes: GroupSizes, cluster: ClusterSpec) -> Evaluation:
         optimizer = self.plan.provenance.optimizer
-        return evaluate(self.graph, self.strategies, sizes, cluster, needs=self.needs, optimizer=optimizer)
+        again = self.plan.repeated
+        return evaluate(
+            self.graph, self.strategies, sizes, cluster, needs=self.needs, optimizer=optimizer, recomputed=again
+        )

@@ -11,7 +11,7 @@ import hap
 from hap.cluster import ClusterSpec
 from hap.cost_models.evaluate import Evaluation
 from hap.placement import GroupSizes, Shard
-from hap.plan import GroupPlan, Plan, Provenance, Strategy, verify_plan
+from hap.plan import GroupPlan, Plan, Provenance, Recomputed, Strategy, verify_plan
 from hap.rules.choices import Choices
 from hap.rules.table import rules_fingerprint
 from hap.search.subsets import Advice
@@ -47,9 +47,10 @@ def assemble_plan(
     solver: Mapping[str, Any],
     advice: Advice | None = None,
     overlapped_s: float | None = None,
+    recomputed: tuple[Recomputed, ...] = (),
 ) -> Plan:
     """The plan of one choice and its evaluation. Only groups that some placement shards are in it. ``advice``: which
-    devices would better be left out; it goes beside what limits the step."""
+    devices would better be left out; it goes beside what limits the step. ``recomputed``: what is repeated."""
     graph, groups = choices.graph, choices.groups
     limits = tightest(evaluation) if advice is None else f"{tightest(evaluation)}; {advice}"
     left_out = {} if advice is None else {"leave_out": list(advice.ranks), "leave_out_step_s": advice.step_s}
@@ -80,6 +81,7 @@ def assemble_plan(
             update={"tight": limits, "overlapped_s": overlapped_s}
         ),
         devices=tuple(d.name for d in cluster.devices),
+        recomputed=recomputed,
     )
     verify_plan(plan)
     return plan

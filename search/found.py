@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hap.cost_models.evaluate import Evaluation
 from hap.placement import GroupSizes
-from hap.plan import Strategy
+from hap.plan import Recomputed, Strategy
 from hap.search.milp import Choice
 
 
@@ -21,6 +21,12 @@ class Found:
     left_out: tuple[int, ...]
     evaluation: Evaluation
     choice: Choice
+    recomputed: tuple[Recomputed, ...] = ()  # what ``evaluation`` repeats
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """The nodes whose calls are made twice."""
+        return tuple(name for r in self.recomputed for name in r.calls)
 
     @property
     def cost(self) -> tuple[float, float]:

@@ -30,6 +30,7 @@ from hap.search.limits import LIMITS, Effort, Limits
 from hap.search.pins import Pins
 from hap.search.problem import Problem
 from hap.search.progress import OutOfTime, Progress
+from hap.search.recompute import or_repeating, run_or_repeat
 from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
@@ -64,10 +65,11 @@ def plan_graph(
     best, overlapped_s, advice = None, None, None
     stopped: dict[str, Any] = {}
     try:
-        best = search.run()
+        search, best = run_or_repeat(search)
         if len(choices.graph.nodes) <= search.limits.played:
             search.progress.say("comparing programs as they run")
             best, overlapped_s = finest(search.chooser, best, search.met)
+        best, overlapped_s = or_repeating(search, best, overlapped_s)
         if effort == "normal":
             search.progress.say("asking whether fewer devices would do")
             advice = advise(search.problem, best, search.alone)
@@ -94,6 +96,7 @@ def plan_graph(
         solver={**search.statistics(best), **stopped},
         advice=advice,
         overlapped_s=overlapped_s,
+        recomputed=best.recomputed,
     )
 
 

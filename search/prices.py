@@ -5,7 +5,8 @@
 **Memory as linear terms.** The cost model follows every allocation; a linear program cannot, since lifetimes depend on
 the choice. It sees a few *moments* of the step instead: the last forward node (everything saved is alive), points
 spread over the backward phase, and the end (every gradient is alive). At a moment a value counts, in the placement it
-was produced in, if it was produced before and is read later, by itself or through views; a converted copy counts
+was produced in, if it was produced before and is read later, by itself or through views (one that is made again in
+the backward phase: read later in the same phase); a converted copy counts
 between the first and the last reader of the value; a final gradient counts in its parameter's placement. This is an
 estimate of the ledger of ``hap.cost_models.memory``, which stays the judge: the planner tightens ``capacity_bytes`` by
 what the ledger finds above it.
@@ -13,7 +14,7 @@ what the ledger finds above it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -27,7 +28,7 @@ from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Phase, Value
 from hap.placement import GroupSizes, Placement
-from hap.plan import Strategy
+from hap.plan import Recomputed, Strategy
 from hap.search.classes import Candidates, find_colours
 from hap.search.wires import Wires
 
@@ -42,15 +43,34 @@ class Facts:
     candidates: Candidates
     cluster: ClusterSpec
     optimizer: str
+    recomputed: tuple[Recomputed, ...] = ()
     _held: dict[str, list[tuple[int, int, Array]]] = field(default_factory=dict, repr=False)
     _alive: dict[tuple[Value, str], Array] = field(default_factory=dict, repr=False)
 
     def on(self, cluster: ClusterSpec) -> Facts:
         """The same on another cluster; what is known of the graph is handed on."""
-        other = replace(self, cluster=cluster)
-        for name in ("calls", "colours", "position", "moments", "reads", "homes"):
+        return replace(self, cluster=cluster)._knowing(self)
+
+    def repeating(self, recomputed: tuple[Recomputed, ...]) -> Facts:
+        """The same with these calls made again in the backward pass; nothing else that is known depends on it."""
+        other = replace(self, recomputed=recomputed, _held={})
+        for name in ("evaluator", "compute", "wires", "updates"):
             other.__dict__[name] = getattr(self, name)
-        return other
+        return other._knowing(self)
+
+    def _knowing(self, other: Facts) -> Facts:
+        for name in ("calls", "colours", "position", "moments", "reads", "homes"):
+            self.__dict__[name] = getattr(other, name)
+        return self
+
+    @cached_property
+    def repeated(self) -> frozenset[str]:
+        """The nodes whose calls are made twice."""
+        return frozenset(name for r in self.recomputed for name in r.calls)
+
+    def times(self, names: Iterable[str]) -> int:
+        """How many calls these nodes are."""
+        return sum(2 if name in self.repeated else 1 for name in names)
 
     def parts(self, name: str, strategy: Strategy) -> Parts:
         """The work of a node as the strategy divides it."""
@@ -142,9 +162,16 @@ class Facts:
         for index, meta in enumerate(node.outputs):
             spans = self.reads[Value(name, index)]
             if meta is not None and spans and Value(name, index) not in self.homes:
-                last = max(last for _, last in spans.values())
-                kept.append((index, meta.nbytes, self.alive(self.position[name], last)))
+                kept.append((index, meta.nbytes, self._kept(name, spans)))
         return kept
+
+    def _kept(self, name: str, spans: Mapping[Phase, tuple[int, int]]) -> Array:
+        """The moments at which what a call makes is there: from the call to its last reader, or in each pass for its
+        own readers if it is made twice."""
+        born = self.position[name]
+        if name not in self.repeated or "backward" not in spans:
+            return self.alive(born, max(last for _, last in spans.values()))
+        return np.maximum(self.alive(born, spans.get("forward", (born, born))[1]), self.alive(*spans["backward"]))
 
     def copy_alive(self, value: Value, copy: str) -> Array:
         """The moments at which a converted copy lives; ``copy`` is a phase, or "" for one copy shared by both."""

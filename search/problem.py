@@ -8,7 +8,7 @@ smaller cluster costs little.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ from hap.conversion import find_needs
 from hap.cost_models.evaluate import Evaluation
 from hap.fabric import Array
 from hap.placement import GroupSizes, Shard, Sizes
-from hap.plan import Strategy
+from hap.plan import Recomputed, Strategy
 from hap.rules.choices import Choices, replicated
 from hap.search.classes import Candidates, Classes, find_bundles, find_classes
 from hap.search.milp import make_skeleton
@@ -61,6 +61,14 @@ class Problem:
         facts = self.facts.on(cluster)
         tables = {regather: table.on(facts) for regather, table in self._tables.items()}
         return Problem(self.choices, cluster, self.optimizer, self.pins, facts, self.classes, {}, self.bundles, tables)
+
+    def repeating(self, recomputed: tuple[Recomputed, ...]) -> Problem:
+        """The same with these calls made again in the backward pass."""
+        return replace(self, facts=self.facts.repeating(recomputed), _tables={})
+
+    @property
+    def recomputed(self) -> tuple[Recomputed, ...]:
+        return self.facts.recomputed
 
     @property
     def world_size(self) -> int:
@@ -112,7 +120,7 @@ class Problem:
     def judge(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, regather: bool) -> Evaluation:
         """What the cost model says of a whole plan: the one truth."""
         needs = find_needs(self.choices.graph, strategies, regather=regather)
-        return self.facts.evaluator.evaluate(strategies, sizes, needs)
+        return self.facts.evaluator.evaluate(strategies, sizes, needs, self.facts.repeated)
 
 
 def _candidates(choices: Choices, cluster: ClusterSpec, pins: Pins) -> Candidates:

@@ -167,7 +167,7 @@ class _Program:
             (0.0, 0.0) if parts.idle_when_empty and out else parts_coefficients(parts, device, at_share=share)
             for device, share, out in zip(devices, here.tolist(), self.out.tolist(), strict=True)
         ]
-        fixed, slope = (np.array(column) for column in zip(*pairs, strict=True))
+        fixed, slope = (self.facts.times([name]) * np.array(column) for column in zip(*pairs, strict=True))
         lines.add(parts.group, fixed if parts.group else fixed + slope, np.diag(slope))
 
     def _update(self, lines: _Lines, name: str) -> None:

@@ -117,7 +117,8 @@ class Tables:
 
     def _node(self, number: int, members: Sequence[str], option: int) -> None:
         facts, name = self.facts, members[0]
-        strategy, node, many = facts.candidates[name][option], facts.graph.by_name[name], np.full(1, len(members))
+        strategy, node = facts.candidates[name][option], facts.graph.by_name[name]
+        many = np.full(1, facts.times(members))
         for place, (output, nbytes, _) in enumerate(facts.allocations(name)):
             placement = strategy.outputs[output]
             if placement is not None:

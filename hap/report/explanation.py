@@ -17,6 +17,7 @@ from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
 from hap.cost_models.compute import DEFAULT_MODEL
 from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.order import repeats
 from hap.cost_models.sequence import ConversionCost, Pricer, sequence
 from hap.cost_models.timeline import Timeline
 from hap.fabric import Array
@@ -58,7 +59,8 @@ def make_explanation(
     needs = needs_of(plan, graph, strategies)
     costs = Pricer(graph, plan.sizes, cluster).price(needs)
     replay = _Replay(plan, graph, cluster, {cost.need: i for i, cost in enumerate(costs)})
-    for item in sequence(graph, strategies, plan.sizes, cluster, costs, DEFAULT_MODEL):
+    again = repeats(graph, strategies, plan.repeated)
+    for item in sequence(graph, strategies, plan.sizes, cluster, costs, DEFAULT_MODEL, again=again):
         if isinstance(item, ConversionCost):
             replay.collective(item)
         else:
@@ -153,7 +155,7 @@ class _Replay:
         if node is None:
             return
         layer = self._layer(layer_of(node.module))
-        if node.phase == "backward":
+        if "backward" in (node.phase, kind):
             layer.backward = layer.backward + seconds
         else:
             layer.forward = layer.forward + seconds

@@ -155,7 +155,15 @@ def _judge(
             need.collective  # noqa: B018  (raises where nothing turns one placement into the other)
     except AssertionError as e:
         return Alternative(str(strategy), groups, is_chosen, None, False, 0, (), (), str(e))
-    judged: Evaluation = evaluate(graph, trial, plan.sizes, cluster, needs=needs, optimizer=plan.provenance.optimizer)
+    judged: Evaluation = evaluate(
+        graph,
+        trial,
+        plan.sizes,
+        cluster,
+        needs=needs,
+        optimizer=plan.provenance.optimizer,
+        recomputed=plan.repeated,
+    )
     before, after = ([(n.value, n.target, n.phase) for n in found] for found in (own, needs))
     new = tuple(_words(graph, n) for n in needs if (n.value, n.target, n.phase) not in before)
     gone = tuple(_words(graph, n) for n in own if (n.value, n.target, n.phase) not in after)

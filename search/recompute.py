@@ -1,0 +1,141 @@
+"""How much of the forward pass is repeated in the backward pass: nothing where all fits; else as little as will do.
+
+Steps, in order: of the first, second, ... last block what is cheap to repeat; then of the first, second, ... last block
+all of it (``blocks``). Early blocks come first: what the last one drops is made again at once, when memory is fullest.
+A plan takes the fewest steps with which it fits (``thinned``), by bisection with the ledger as the judge.
+
+Two moments ask for it. Nothing fits: the whole search is made again for the step in which all steps are taken, memory
+and repeated calls counted in its program (``run_or_repeat``). Something fits, but memory is full, or would be if the
+batch were dealt out and parameters kept whole: then a plan that repeats calls may be faster than one that cuts or
+gathers more to save memory. The best of those is played as the others were, and taken where it is faster
+(``or_repeating``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hap.codegen.lowering import lower
+from hap.conversion import find_needs
+from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
+from hap.errors import InfeasibleError
+from hap.plan import Recomputed
+from hap.search.assemble import assemble_plan
+from hap.search.blocks import LEVELS, Block, What, find_blocks
+from hap.search.found import Found, overflow_bytes
+from hap.search.judge import TIE, finest, played
+from hap.search.problem import Problem
+
+if TYPE_CHECKING:
+    from hap.search.planner import Search
+
+FULL = 0.9  # of usable memory
+
+
+def steps_of(blocks: tuple[Block, ...]) -> tuple[tuple[int, What], ...]:
+    """(number of a block, what of it is repeated from this step on), in order."""
+    return tuple((i, what) for what in LEVELS for i, block in enumerate(blocks) if what in block.calls)
+
+
+def after_steps(blocks: tuple[Block, ...], count: int) -> tuple[Recomputed, ...]:
+    """What is repeated once the first ``count`` steps are taken."""
+    level = dict(steps_of(blocks)[:count])
+    return tuple(
+        Recomputed(block=blocks[i].label, what=level[i], calls=blocks[i].calls[level[i]]) for i in sorted(level)
+    )
+
+
+def run_or_repeat(search: Search) -> tuple[Search, Found]:
+    """The search that found a plan, and its best: ``search``, or where nothing fits one that repeats all it may."""
+    try:
+        return search, search.run()
+    except InfeasibleError:
+        again = _repeating(search)
+        if again is None:
+            raise
+        search.progress.say("nothing fits; trying with calls made again in the backward pass")
+        return again, again.run()
+
+
+def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+    """``best``, with as little repeated as it needs; or one that repeats calls and is faster."""
+    if best.recomputed:
+        best = thinned(search.problem, best)
+        return best, None if overlapped_s is None else _played_s(search.problem, best)
+    if overlapped_s is None or not (_is_full(best) or _is_crowded(search.problem)):
+        return best, overlapped_s
+    again = _repeating(search)
+    first = None if again is None else again.glance()
+    if again is None or first is None or not first.fits:
+        return best, overlapped_s
+    found, _ = finest(again.chooser, first, again.met)
+    found = thinned(again.problem, found)
+    seconds = _played_s(again.problem, found)
+    return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)
+
+
+def thinned(problem: Problem, found: Found) -> Found:
+    """The same strategies and sizes with the fewest steps that fit; ``found`` itself fits with all of them."""
+    assert found.fits
+    blocks, graph = find_blocks(problem.choices.graph), problem.choices.graph
+    needs = find_needs(graph, found.strategies, regather=found.regather)
+    too_few, enough, best = -1, len(steps_of(blocks)), found
+    while enough - too_few > 1:
+        count = (too_few + enough) // 2
+        recomputed = after_steps(blocks, count)
+        names = [name for r in recomputed for name in r.calls]
+        evaluation = problem.facts.evaluator.evaluate(found.strategies, found.sizes, needs, names)
+        if overflow_bytes(evaluation) == 0:
+            enough, best = count, replace(found, evaluation=evaluation, recomputed=recomputed)
+        else:
+            too_few = count
+    return best
+
+
+def _repeating(search: Search) -> Search | None:
+    """The same search where every step is taken; None if there is none."""
+    blocks = find_blocks(search.problem.choices.graph)
+    everything = after_steps(blocks, len(steps_of(blocks)))
+    if not everything or search.problem.recomputed:
+        return None
+    other = replace(search, problem=search.problem.repeating(everything), rounds=0, starts=0)
+    if "bound_s" in search.__dict__:  # repeating calls makes no step shorter
+        other.__dict__["bound_s"] = search.bound_s
+    return other
+
+
+def _is_full(found: Found) -> bool:
+    pairs = zip(found.evaluation.memory_bytes, found.evaluation.usable_bytes, strict=True)
+    return any(used > FULL * usable for used, usable in pairs)
+
+
+def _is_crowded(problem: Problem) -> bool:
+    """Whether whole parameters and a batch dealt by speed do not fit, but would if all were repeated that can be."""
+    graph, devices = problem.choices.graph, problem.cluster.devices
+    trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
+    state = sum(2 * nbytes + optimizer_state_bytes(problem.optimizer, nbytes) for nbytes in trained)
+    blocks = find_blocks(graph)
+    plain = sum(b.plain_bytes for b in blocks)
+    least = sum(min(b.kept_bytes.values()) for b in blocks) + max((b.plain_bytes for b in blocks), default=0)
+    room = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64) - state
+    share = 1.0 / problem.whole_s
+    share = share / share.sum()
+    return bool((share * plain > room).any() and (share * least <= room).all())
+
+
+def _played_s(problem: Problem, found: Found) -> float:
+    """The step of the plan's program as it is run."""
+    graph = problem.choices.graph
+    make = partial(assemble_plan, problem.choices, problem.cluster, found.strategies, found.sizes, found.evaluation)
+    plan = make(
+        optimizer=problem.optimizer,
+        model_name=graph.name,
+        lower_bound_s=None,
+        solver={},
+        recomputed=found.recomputed,
+    )
+    return played(graph, plan, lower(graph, plan), problem.cluster).step_s

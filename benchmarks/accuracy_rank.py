@@ -19,8 +19,10 @@ from hap.rules.choices import choices
 from hap.runtime.collectives import Communicator
 from hap.runtime.profile import make_optimizer, measure
 
-RECORDED = 6  # steps whose sections are recorded, unstretched
+RECORDED = 5  # steps of a round whose sections are recorded, unstretched
+RECORDINGS = 3  # rounds, between which the other plans run
 WARM = 2
+BLOCK = 3  # steps of one plan in a round
 PLAIN = ("sink", "bucket", "prefetch", "overlap")  # as the plan is written: nothing is moved, joined or hidden
 
 
@@ -68,46 +70,72 @@ def capture_built(built: BuiltModel) -> hap.graph.Graph:
     return capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
 
 
-def run_plans(rank: int, plans: Sequence[tuple[str, str]], steps: int) -> list[Run]:
-    """``plans``: (model, plan's JSON). Every plan is compiled, recorded and then held to its deadlines."""
+class Contender:
+    """One plan on this rank, compiled and warm."""
+
+    def __init__(self, model: str, text: str) -> None:
+        built = find(model)
+        self.program = hap.compile(
+            built.model,
+            plan=Plan.from_json(text),
+            example_inputs=built.example_inputs,
+            example_targets=built.example_targets,
+            loss_fn=built.loss_fn,
+            passes_off=PLAIN,
+        )
+        self.optimizer = make_optimizer("adamw", self.program.parameters())
+        self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
+        self.pace = Watched(own_slowdown())
+        self.seconds: list[float] = []
+        self.ends: list[tuple[tuple[float, float], ...]] = []
+        for _ in range(WARM):
+            self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.program(self.batch, targets=self.targets).backward()
+        self.optimizer.step()
+
+    def record(self) -> None:
+        """A round of steps whose sections are recorded. The first is not: others have used the caches."""
+        self.step()
+        self.program.set_pace(self.pace)
+        for _ in range(RECORDED):
+            with self.pace.step():
+                self.step()
+        self.program.set_pace(None)
+        self.pace.rest()
+
+    def run(self, steps: int) -> None:
+        """A round of steps, held to their deadlines, after one that is not counted."""
+        dist.barrier()
+        self.program.set_pace(self.pace)
+        for counted in range(steps + 1):
+            self.pace.ends.clear()
+            start = time.perf_counter()
+            with self.pace.step():
+                self.step()
+            if counted:
+                self.seconds.append(time.perf_counter() - start)
+                self.ends.append(
+                    tuple((entered, left) for entered, left in self.pace.ends[:-1])
+                )  # the last: step's end
+        self.program.set_pace(None)
+
+    def found(self) -> Run:
+        return Run(tuple(self.seconds), self.pace.late_s, tuple(self.ends))
+
+
+def run_plans(rank: int, plans: Sequence[tuple[str, str]], rounds: int) -> list[Run]:
+    """``plans``: (model, plan's JSON). All are compiled, recorded by turns, and by turns held to their deadlines."""
     torch.set_num_threads(1)
-    return [_run_plan(model, text, steps) for model, text in plans]
-
-
-def _run_plan(model: str, text: str, steps: int) -> Run:
-    built = find(model)
-    program = hap.compile(
-        built.model,
-        plan=Plan.from_json(text),
-        example_inputs=built.example_inputs,
-        example_targets=built.example_targets,
-        loss_fn=built.loss_fn,
-        passes_off=PLAIN,
-    )
-    optimizer = make_optimizer("adamw", program.parameters())
-    batch, targets = program.shard_batch(built.example_inputs, built.example_targets)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        program(batch, targets=targets).backward()
-        optimizer.step()
-
-    for _ in range(WARM):
-        step()
-    pace = Watched(own_slowdown())
-    program.set_pace(pace)
-    for _ in range(RECORDED):
-        with pace.step():
-            step()
-    pace.hold()
-    seconds, ends = [], []
-    for _ in range(steps + 1):
-        pace.ends.clear()
-        start = time.perf_counter()
-        with pace.step():
-            step()
-        seconds.append(time.perf_counter() - start)
-        ends.append(tuple((entered, left) for entered, left in pace.ends[:-1]))  # the last is the end of the step
-    program.set_pace(None)
-    dist.barrier()
-    return Run(tuple(seconds[1:]), pace.late_s, tuple(ends[1:]))
+    contenders = [Contender(model, text) for model, text in plans]
+    for _ in range(RECORDINGS):
+        for contender in contenders:
+            contender.record()
+    for contender in contenders:
+        contender.pace.hold()
+    for _ in range(rounds):
+        for contender in contenders:
+            contender.run(BLOCK)
+    return [contender.found() for contender in contenders]

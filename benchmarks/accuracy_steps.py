@@ -26,7 +26,7 @@ from hap.plan import Conversion, Plan
 from hap.rules.choices import choices
 from hap.search.planner import plan_graph
 
-STEPS = 7
+ROUNDS = 3  # in each of which every plan runs a few steps
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def run_cluster(name: str, models: Sequence[Model], enforced: bool) -> dict[str,
         calibration_s = time.monotonic() - started
         calibrated = profile.calibrate(spec)
         made = make_plans(calibrated, name, names)
-        runs = bed.run(run_plans, [(model, plan.to_json()) for model, _, plan in made], STEPS, timeout=400.0)
+        runs = bed.run(run_plans, [(model, plan.to_json()) for model, _, plan in made], ROUNDS, timeout=400.0)
         went = bed.counters() - before
     rows = [
         row_of(name, model, plan, found, calibrated, [ranks[i] for ranks in runs])

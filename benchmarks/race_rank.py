@@ -29,7 +29,8 @@ from hap.plan import Plan
 
 RATE = 1e-3
 WARM = 3  # steps; DDP rearranges its buckets after the first
-RECORDED = 12  # steps whose sections are recorded, unstretched: the least of each is taken
+RECORDED = 5  # steps of a round whose sections are recorded, unstretched
+RECORDINGS = 3  # rounds: the contestants take turns
 EXCHANGES = 40
 SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
 BLOCK = 2  # steps of one contestant in a round, after one that is not counted
@@ -301,7 +302,12 @@ def race(
     for name in names:
         found[name] = enter(name, model, sizes, equal, plan, cluster)
         losses[name] = tuple(found[name].step() for _ in range(WARM))
-        paces[name] = _record(found[name])
+        paces[name] = deadline()
+    for _ in range(RECORDINGS):
+        for name in names:
+            _record(found[name], paces[name])
+    for pace in paces.values():
+        pace.hold()
     peaks = {name: _peak_bytes(found[name]) for name in names}
     gc.disable()
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -339,12 +345,13 @@ def _peak_bytes(contestant: Contestant) -> int:
     return seen.peak
 
 
-def _record(contestant: Contestant) -> Deadline:
-    """Its pace, held to the least CPU time of each section."""
-    pace = deadline()
+def _record(contestant: Contestant, pace: Deadline) -> None:
+    """A round of its steps. The first is not counted: others have used the caches."""
+    contestant.pace = None
+    contestant.step()
     contestant.pace = pace
     for _ in range(RECORDED):
         with pace.step():
             contestant.step()
-    pace.hold()
-    return pace
+    contestant.pace = None
+    pace.rest()

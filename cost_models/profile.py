@@ -306,8 +306,7 @@ class CalibratedCluster(ClusterSpec):
             fit = self.profile.kinds[rank.kind].copies.get(name)
             if fit is None:
                 raise ProfileError(f"the profile has no {kind} by {decomposition}; profile again")
-            factor = rank.factor * self.profile.kinds[rank.kind].in_step
-            rows.append([factor * x for x in (fit.launch_s, fit.s_per_whole, fit.s_per_local)])
+            rows.append([rank.factor * x for x in (fit.launch_s, fit.s_per_whole, fit.s_per_local)])
         launch, whole, local = np.array(rows).T
         return launch, whole, local
 

@@ -36,6 +36,7 @@ TCP = {
     "ipv4/tcp_wmem": "4096 65536 524288",
     "ipv4/tcp_rmem": "4096 131072 1048576",
     "ipv4/tcp_no_metrics_save": "1",
+    "ipv4/tcp_slow_start_after_idle": "0",
     "ipv6/conf/all/disable_ipv6": "1",
 }
 _CLONE_NEWNET = 0x40000000

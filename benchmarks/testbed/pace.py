@@ -8,12 +8,14 @@ Both paces have ``settle`` (before the wire is used, and at the end of a step) a
   time, but it repeats only as well as this machine's core does, which neighbours slow by tens of percent.
 - ``Deadline`` (the default here) runs the real kernels, then waits until *nominal time x slow-down*, where the nominal
   time of each section of a step was measured before. It repeats to a fraction of a percent as long as the real work
-  fits; where it does not, ``late_s`` and ``missed`` say so.
+  fits; where a section overruns, as when the kernel gives its core to another rank, the next ones are shorter by that,
+  and ``late_s`` (what was overrun) and ``missed`` (sections that ended late) say so.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -23,15 +25,18 @@ if TYPE_CHECKING:
     from hap.runtime.emulate import Throttle
 
 _SPIN_S = 0.2e-3  # the end of a wait is spun: a sleep may end this much late
-_CARRY_S = 1e-3  # a section that began late because the one before overran by up to this still ends on time
+_CARRY_S = 4e-3  # what a section overran, up to a tick of the scheduler, is made good in the sections after it ...
+_AT_ONCE_S = 0.2e-3  # ... until the wire is waited for: a call that returns in less only issued or found things done
 
 
 class Deadline:
     """Sections of a step end when their nominal time x ``slowdown`` has passed.
 
-    Until ``hold`` (or with no ``nominal_s`` given) it records: sections run unstretched and their CPU time is kept, and
-    the nominal time of a section is the least of all recorded steps, since neighbours only make it more. Every step
-    must have the same sections.
+    Until ``hold`` (or with no ``nominal_s`` given) it records: sections run unstretched and their CPU time is kept. The
+    nominal time of a section is the median of the recorded steps of a round, and the least of the rounds (``rest``
+    ends one), since neighbours only make it more. (The least of single steps would favour whoever cuts a step into more
+    sections: the sum of their least times is less than the least of their sums.) Every step must have the same
+    sections.
 
         pace = Deadline(2.0)
         for _ in range(5):
@@ -48,22 +53,28 @@ class Deadline:
         self.missed = 0  # sections whose real work took longer than their deadline
         self.sections = 0  # sections held to a deadline so far
         self.late_s = 0.0  # by how much, in all
-        self._recorded: list[tuple[float, ...]] = []
+        self._rounds: list[list[tuple[float, ...]]] = [[]]
         self._step: list[float] = []
         self._index = 0
-        self._behind_s = 0.0
+        self._behind_s = self._settled = 0.0
         self.resume()
 
     def hold(self, nominal_s: Sequence[float] | None = None) -> tuple[float, ...]:
-        """From now on hold every section to its nominal time: the given ones, or the least of those recorded."""
+        """From now on hold every section to its nominal time: the given ones, or what was recorded."""
         if nominal_s is None:
-            assert self._recorded, "no step was recorded: run some before hold()"
-            counts = {len(step) for step in self._recorded}
+            rounds = [steps for steps in self._rounds if steps]
+            assert rounds, "no step was recorded: run some before hold()"
+            counts = {len(step) for steps in rounds for step in steps}
             assert len(counts) == 1, f"steps with different numbers of sections: {sorted(counts)}"
-            nominal_s = [min(times) for times in zip(*self._recorded, strict=True)]
+            medians = [[statistics.median(times) for times in zip(*steps, strict=True)] for steps in rounds]
+            nominal_s = [min(times) for times in zip(*medians, strict=True)]
         self.nominal_s = tuple(nominal_s)
         self._index = 0
         return self.nominal_s
+
+    def rest(self) -> None:
+        """End a round of recording."""
+        self._rounds.append([])
 
     def step(self) -> _Step:
         """A context around one step: begins its first section and ends its last."""
@@ -76,22 +87,25 @@ class Deadline:
             return
         assert self._index < len(self.nominal_s), f"a step with more than its {len(self.nominal_s)} sections"
         should_s = self.nominal_s[self._index] * self.slowdown
-        end = self._wall_mark + max(0.0, should_s - self._behind_s)
+        end = self._wall_mark + should_s - self._behind_s
         self._index += 1
         self.sections += 1
         late_s = time.perf_counter() - end
         if late_s > 0:
             self.missed += 1
-            self.late_s += late_s
-            self._behind_s = min(late_s, _CARRY_S)
+            self.late_s += max(0.0, late_s - self._behind_s)
         else:
             wait_until(end)
-            self._behind_s = min(max(0.0, time.perf_counter() - end), _CARRY_S)
+        self._settled = time.perf_counter()
+        self._behind_s = min(max(0.0, self._settled - end), _CARRY_S)
 
     def resume(self) -> None:
-        """Begin a section."""
+        """Begin a section. A rank that was late and then waited for the wire has waited that much less: it is late no
+        more. One that only issued something would have done so earlier by what it is late: it still is."""
         self._cpu_mark = time.thread_time()
         self._wall_mark = time.perf_counter()
+        if self._wall_mark - self._settled > _AT_ONCE_S:
+            self._behind_s = 0.0
 
     def _begin(self) -> None:
         self._step.clear()
@@ -102,7 +116,7 @@ class Deadline:
     def _end(self) -> None:
         self.settle()
         if self.nominal_s is None:
-            self._recorded.append(tuple(self._step))
+            self._rounds[-1].append(tuple(self._step))
         else:
             assert self._index == len(self.nominal_s), f"{self._index} sections, not {len(self.nominal_s)}"
 

@@ -39,7 +39,7 @@ from hap.graph import Graph
 from hap.plan import Strategy
 from hap.runtime.collectives import Communicator
 from hap.runtime.profile_ops import Clock, time_calls
-from hap.runtime.profile_step import GraphTiming, overheads, time_graph
+from hap.runtime.profile_step import GraphTiming, ShareTiming, overheads, time_graph, time_share
 from hap.runtime.profile_wire import measure_collectives, measure_links
 
 TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
@@ -70,11 +70,12 @@ def measure(
     calls = {t.call: t.seconds for t in timings if t.share == 1.0}
     together = dist.barrier if comm.world_size > 1 else _alone
     steps = [time_graph(graph, calls, clock, makers, together) for graph, _ in graphs]
+    parts = [time_share(graph, candidates, timings, clock, together) for graph, candidates in graphs]
     memory = torch.cuda.get_device_properties(comm.device).total_memory if comm.device.type == "cuda" else None
     links = measure_links(comm.device) if comm.world_size > 1 else ()
     bare = _profile(
         cluster,
-        [_Rank(timings, around, steps, [], memory)] * cluster.world_size,
+        [_Rank(timings, around, steps, parts, [], memory)] * cluster.world_size,
         links,
         (),
         (),
@@ -82,7 +83,7 @@ def measure(
         0.0,
     )
     wire, copies = measure_collectives(bare.calibrate(cluster), comm, slowdown)
-    everyone = comm.gather_objects(_Rank(timings, around, steps, list(copies), memory))
+    everyone = comm.gather_objects(_Rank(timings, around, steps, parts, list(copies), memory))
     found = _profile(cluster, everyone, links, wire, conditions, slowdown, time.perf_counter() - started)
     text = comm.from_rank_zero(found.model_dump_json())
     profile = Profile.model_validate_json(text)
@@ -92,11 +93,12 @@ def measure(
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank found: calls; (per step, per parameter) seconds by optimizer; whole graphs; copies."""
+    """What one rank found: calls; (per step, per parameter) seconds by optimizer; whole graphs; shares; copies."""
 
     timings: list[Timing]
     around: dict[str, tuple[float, float]]
     steps: list[GraphTiming]
+    parts: list[ShareTiming]
     copies: list[CopyTiming]
     memory_bytes: int | None
 
@@ -158,10 +160,11 @@ def _profile(
 
 def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank], emulated: bool) -> DeviceKind:
     choose = min if emulated else statistics.median
+    ran = [*zip(*(m.steps for m in members), strict=True), *zip(*(m.parts for m in members), strict=True)]
     in_step, node_s = fit_steps(
-        calls=[choose(s.calls_s for s in same) for same in _alike(members)],
-        nodes=[same[0].nodes for same in _alike(members)],
-        seconds=[choose(s.seconds for s in same) for same in _alike(members)],
+        calls=[choose(s.calls_s for s in same) for same in ran],
+        nodes=[same[0].nodes for same in ran],
+        seconds=[choose(s.seconds for s in same) for same in ran],
     )
     return DeviceKind(
         name=name,

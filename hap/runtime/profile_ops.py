@@ -37,9 +37,8 @@ ENOUGH_S = 4e-3  # of one call: after this long and three times, no more repeats
 class Clock:
     """How seconds of compute are read on a device.
 
-    *emulated* (``slowdown`` given): CPU time of this thread times the slow-down, the least of the repeats, since
-    neighbours on the core only add: what ``hap.runtime.emulate`` and the testbed's deadlines stretch. Otherwise the
-    median of the repeats: wall time on a CPU, CUDA events on a GPU.
+    The median of the repeats. *Emulated* (``slowdown`` given): CPU time of this thread times the slow-down, what
+    ``hap.runtime.emulate`` and the testbed's deadlines stretch. Otherwise wall time on a CPU, CUDA events on a GPU.
     """
 
     device: torch.device
@@ -65,7 +64,7 @@ class Clock:
 
     def of(self, samples: Sequence[float]) -> float:
         """The seconds that samples of ``once`` stand for."""
-        return statistics.median(samples) if self.slowdown is None else min(samples) * self.slowdown
+        return statistics.median(samples) * (self.slowdown or 1.0)
 
     def once(self, call: Callable[[], object]) -> float:
         if self.device.type == "cuda":
@@ -104,7 +103,7 @@ def time_calls(
     """Seconds of every distinct call, at each of ``shares`` (whole atoms, at least one) where it is sharded."""
     layouts = memory_layouts(graph)
     for call, (node, strategy, parts) in distinct_calls(graph, candidates).items():
-        for share, sizes in _local_sizes(parts, shares):
+        for share, sizes in local_sizes(parts, shares):
             run = local_call(graph, node, strategy, sizes, layouts, clock.device)
             seconds, spread = clock.seconds(run)
             flops = parts.fixed_flops + share * parts.shared_flops
@@ -112,7 +111,8 @@ def time_calls(
             yield Timing(call, node.op, parts.op_class, parts.dtype_name, share, flops, nbytes, seconds, spread)
 
 
-def _local_sizes(parts: Parts, shares: Sequence[float]) -> Iterator[tuple[float, GroupSizes]]:
+def local_sizes(parts: Parts, shares: Sequence[float]) -> Iterator[tuple[float, GroupSizes]]:
+    """The shares, rising, that a call is timed at: whole atoms, at least one; all of it where it has no group."""
     if parts.group is None:
         yield 1.0, {}
         return

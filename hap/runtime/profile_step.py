@@ -6,7 +6,8 @@
 
 *In a step* a call is slower than when it is repeated alone, since others have used the caches meanwhile, and a view,
 which does nothing, is still a call. Whole graphs are run as one device runs them, all ranks at once as in a real step,
-and fitted over the graphs (and the tiny programs):
+and so are the calls of a small share of each, one after another on tensors of their own: there what a call costs beside
+its work is most of it. Fitted over both:
 
     forward and backward = in_step * (sum of the calls) + nodes * node_s
     update               = parameters * per_parameter_s + bytes * s_per_byte
@@ -14,7 +15,7 @@ and fitted over the graphs (and the tiny programs):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,12 +27,13 @@ from hap.codegen.lowering import lower
 from hap.codegen.program import Program, Source
 from hap.conversion import find_needs
 from hap.cost_models.compute import split_work
+from hap.cost_models.fit import Timing
 from hap.cost_models.work import node_work
 from hap.graph import Graph
 from hap.plan import Plan, Prediction, Provenance, Strategy
 from hap.rules.choices import replicated
 from hap.runtime.collectives import Communicator
-from hap.runtime.profile_ops import Clock, Layout, time_calls
+from hap.runtime.profile_ops import SHARES, Clock, Layout, local_call, local_sizes, memory_layouts, time_calls
 from hap.runtime.program import HapProgram
 from hap.runtime.step import Step
 
@@ -136,6 +138,50 @@ def time_graph(
         nbytes=sum(p.numel() * p.itemsize for p in held),
         updates=updates,
     )
+
+
+@dataclass(frozen=True)
+class ShareTiming:
+    """The calls of a small share of a graph, views apart, one after another: seconds, as the sum of the calls timed
+    alone, and how many."""
+
+    seconds: float
+    calls_s: float
+    nodes: int
+
+
+def time_share(
+    graph: Graph,
+    candidates: Mapping[str, Sequence[Strategy]],
+    timings: Sequence[Timing],
+    clock: Clock,
+    together: Callable[[], object],
+) -> ShareTiming:
+    """The least share that was timed of the group that most nodes can be sharded by; other calls whole."""
+    alone = {(t.call, t.share): t.seconds for t in timings}
+    nodes = [n for n in graph.nodes if not n.is_source]
+    ways = {n.name: [(s, split_work(node_work(graph, n), s)) for s in candidates[n.name]] for n in nodes}
+    groups = [g for found in ways.values() for g in dict.fromkeys(p.group for _, p in found if p.group is not None)]
+    group = max(dict.fromkeys(groups), key=groups.count, default=None)
+    layouts = memory_layouts(graph)
+    calls_s, runs = 0.0, []
+    for node in nodes:
+        strategy, parts = next((w for w in ways[node.name] if w[1].group == group), ways[node.name][0])
+        if parts.op_class == "view":
+            continue
+        share, sizes = next(local_sizes(parts, SHARES))
+        calls_s += alone[parts.call, share]
+        runs.append(local_call(graph, node, strategy, sizes, layouts, clock.device))
+
+    def run() -> None:
+        for call in runs:
+            call()
+
+    samples = []
+    for _ in range(STEPS):
+        together()
+        samples.append(clock.once(run))
+    return ShareTiming(clock.of(samples[1:]), calls_s, len(runs))
 
 
 def _random_source(graph: Graph, program: Program, source: Source, device: torch.device) -> torch.Tensor:

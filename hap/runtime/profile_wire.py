@@ -33,6 +33,7 @@ LARGE_BYTES = 1 << 18  # smaller values are measured twice as often: one tick of
 SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
 LATER_S = 1e-3  # every other time each rank comes so much later than the one before: in a step some wait for the last
 LINK_REPEATS = 3
+SWEPT_BYTES = 4 << 20  # written before each: in a step a rank comes from computing, and the caches hold that
 
 
 class Ends(NamedTuple):
@@ -212,6 +213,7 @@ def _once(case: Case, comm: Communicator, recorder: Recorder, turn: int) -> Ends
     run = case.call(comm)
     dist.barrier()
     time.sleep(SETTLE_S + LATER_S * ((comm.rank + turn) % comm.world_size) * (turn % 2))
+    torch.ones(SWEPT_BYTES // 4, device=comm.device).add_(1.0)
     recorder.begin()
     run()
     return recorder.end()

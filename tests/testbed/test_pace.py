@@ -40,16 +40,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_recording_does_not_stretch_and_keeps_the_least_of_each_section(clock: Clock) -> None:
+def test_recording_does_not_stretch_and_keeps_the_least_rounds_median_of_each_section(clock: Clock) -> None:
     pace = Deadline(2.0)
-    for first, second in ((0.010, 0.050), (0.030, 0.020)):
-        with pace.step():
-            clock.work(first, waiting=1.0)
-            pace.settle()
-            pace.resume()
-            clock.work(second)
-    assert pace.hold() == pytest.approx((0.010, 0.020))
-    assert clock.now == pytest.approx(2.110, abs=1e-6)
+    rounds = [[(0.010, 0.050), (0.030, 0.020), (0.020, 0.040)], [(0.025, 0.030), (0.025, 0.030), (0.001, 0.090)]]
+    for steps in rounds:
+        for first, second in steps:
+            with pace.step():
+                clock.work(first, waiting=1.0)
+                pace.settle()
+                pace.resume()
+                clock.work(second)
+        pace.rest()
+    assert pace.hold() == pytest.approx((0.020, 0.030))
+    assert clock.now == pytest.approx(6 + 0.371, abs=1e-6)
 
 
 def test_a_held_section_takes_nominal_times_slowdown_whatever_it_really_took(clock: Clock) -> None:
@@ -74,14 +77,28 @@ def test_real_work_that_does_not_fit_is_counted(clock: Clock) -> None:
     assert pace.late_s == pytest.approx(0.005, abs=1e-6)
 
 
-def test_a_section_catches_up_a_millisecond_at_most(clock: Clock) -> None:
+@pytest.mark.parametrize(("overrun", "total"), [(0.003, 0.020), (0.005, 0.021)])
+def test_what_was_overrun_is_made_good_up_to_four_milliseconds(clock: Clock, overrun: float, total: float) -> None:
     pace = Deadline(1.0, nominal_s=[0.010, 0.010])
     with pace.step():
-        clock.work(0.015)
+        clock.work(0.010 + overrun)
         pace.settle()
+        clock.now += 0.0001  # something is issued
         pace.resume()
         clock.work(0.001)
-    assert clock.now == pytest.approx(0.015 + 0.009, abs=1e-5)
+    assert clock.now == pytest.approx(total + 0.0001, abs=1e-5)
+    assert pace.late_s == pytest.approx(overrun, abs=1e-6)
+
+
+def test_who_waits_for_the_wire_is_late_no_more(clock: Clock) -> None:
+    pace = Deadline(1.0, nominal_s=[0.010, 0.010])
+    with pace.step():
+        clock.work(0.012)
+        pace.settle()
+        clock.now += 0.001
+        pace.resume()
+        clock.work(0.001)
+    assert clock.now == pytest.approx(0.012 + 0.001 + 0.010, abs=1e-5)
 
 
 def test_steps_with_other_sections_are_refused(clock: Clock) -> None:

@@ -34,8 +34,8 @@ from hap.fabric import Array
 from hap.hosts import Device
 from hap.placement import Shard
 from hap.plan import Strategy
-from hap.search.milp import SEED
 from hap.search.prices import Facts
+from hap.search.protos import SEED
 
 
 @dataclass(frozen=True)

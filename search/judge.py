@@ -173,12 +173,18 @@ def _family(chooser: Chooser) -> Iterator[Found]:
         return
     speeds = (1.0 / problem.whole_s, np.ones(problem.world_size))
     split = tuple(dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds))
+    dealt_out: set[tuple[Strategy, ...]] = set()
     for sharded, throughout in itertools.product((False, True), repeat=2):
         forced = _forced(problem, batch, sharded, throughout)
         for vector in split:
             found = chooser.strategies(problem.round({}, vector, vector), False, (), forced=forced)
-            if found is not None:
-                yield from (found, reshare(problem, found))
+            if found is None:
+                continue
+            yield found
+            chosen = tuple(found.strategies.values())
+            if chosen not in dealt_out:
+                dealt_out.add(chosen)
+                yield reshare(problem, found)
 
 
 def _forced(problem: Problem, batch: str, sharded: bool, throughout: bool) -> dict[int, tuple[int, ...]]:

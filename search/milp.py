@@ -42,14 +42,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 from ortools.math_opt.solvers import highs_pb2
 
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import Partial, Placement
 from hap.search.classes import Classes, Slot, ValueClass
-from hap.search.warm import SEED, Point, WarmProgram
+from hap.search.protos import HIGHS, Solution, seeded, solve_once
+from hap.search.warm import WarmProgram
 
 if TYPE_CHECKING:
     from hap.search.tables import Coefficients
@@ -232,38 +232,28 @@ def choose(
     found = prices.coefficients()
     unlimited = _relaxed(skeleton, found, forced or {}, warm) if barriers and warm is not None else None
     if unlimited is not None and _fits(found, unlimited.values[:-1]):
-        return Choice(
-            picks=tuple(_largest(unlimited.values[terms].tolist()) for terms in skeleton.x),
-            objective_s=unlimited.objective / MS,
-            bound_s=unlimited.bound / MS,
-            variables=len(skeleton.names) + 1,
-            rows=len(skeleton.row_names),
-            status="optimal",
-        )
+        return _choice(skeleton, unlimited, len(skeleton.row_names))
     for limited in (False, True) if unlimited is None else (True,):
         proto = _priced(skeleton, found, barriers, limited)
         _force(skeleton, proto, forced or {})
-        model = mathopt.Model.from_model_proto(proto)
         highs = highs_pb2.HighsOptionsProto()
         highs.string_options["parallel"] = "off"
-        parameters = mathopt.SolveParameters(
-            random_seed=SEED, relative_gap_tolerance=gap, node_limit=nodes, highs=highs
-        )
-        result = mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters)
-        if not result.has_primal_feasible_solution():
+        solved = solve_once(proto, HIGHS, seeded(relative_gap_tolerance=gap, node_limit=nodes, highs=highs))
+        if solved is None:
             return None
-        values = np.zeros(len(skeleton.names) + 1)
-        for variable, value in result.variable_values().items():
-            values[variable.id] = value
-        if limited or _fits(found, values[:-1]):
-            break
+        if limited or _fits(found, solved.values[:-1]):
+            return _choice(skeleton, solved, len(proto.linear_constraints.ids))
+    raise AssertionError("what is limited is taken as it is")
+
+
+def _choice(skeleton: Skeleton, solved: Solution, rows: int) -> Choice:
     return Choice(
-        picks=tuple(_largest(values[terms].tolist()) for terms in skeleton.x),
-        objective_s=result.objective_value() / MS,
-        bound_s=result.dual_bound() / MS,
-        variables=model.get_num_variables(),
-        rows=model.get_num_linear_constraints(),
-        status=result.termination.reason.name.lower(),
+        picks=tuple(_largest(solved.values[terms].tolist()) for terms in skeleton.x),
+        objective_s=solved.objective / MS,
+        bound_s=solved.bound / MS,
+        variables=len(skeleton.names) + 1,
+        rows=rows,
+        status=solved.status,
     )
 
 
@@ -275,7 +265,7 @@ def _force(skeleton: Skeleton, proto: model_pb2.ModelProto, forced: Mapping[int,
 
 def _relaxed(
     skeleton: Skeleton, found: Coefficients, forced: Mapping[int, Sequence[int]], warm: dict[object, WarmProgram]
-) -> Point | None:
+) -> Solution | None:
     """The optimum without memory rows where the linear relaxation has an integral one."""
     key = tuple((a, tuple(options)) for a, options in forced.items())
     if key not in warm:

@@ -29,7 +29,8 @@ from math import inf
 
 from ortools.math_opt.python import mathopt
 
-from hap.search.milp import GB, MS, SEED
+from hap.search.milp import GB, MS
+from hap.search.protos import SEED
 from hap.search.theory import Cost, Tensor, Theory, Vector
 
 Copies = frozenset[tuple[int, str]]  # (place, copy)

@@ -27,15 +27,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 from hap.cost_models.compute import parts_coefficients
 from hap.cost_models.evaluate import ConversionCost, Evaluation
 from hap.fabric import Array
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Strategy
-from hap.search.milp import GB, MS, SEED, SMALLEST, fill_matrix
+from hap.search.milp import GB, MS, SMALLEST, fill_matrix
 from hap.search.prices import MOMENTS, Facts
+from hap.search.protos import solve_once
 from hap.search.wires import ClassForms, Form, RankClasses
 
 Shares = tuple[float, ...]
@@ -283,11 +283,10 @@ class _Program:
         proto.linear_constraints.lower_bounds.extend([lower for lower, _ in self.row_bounds])
         proto.linear_constraints.upper_bounds.extend([upper for _, upper in self.row_bounds])
         fill_matrix(proto, self.entries, np.zeros((0, len(self.names))), len(self.row_names))
-        model = mathopt.Model.from_model_proto(proto)
-        result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
-        if not result.has_primal_feasible_solution():
+        solved = solve_once(proto)
+        if solved is None:
             return None
-        found = {variable.id: value for variable, value in result.variable_values().items()}
+        found = solved.values.tolist()
         by_column = {
             first: self.classes.spread(np.array([max(0.0, found[first + c]) for c in range(self.n)]))
             for first in dict.fromkeys(self.column.values())

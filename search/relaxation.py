@@ -51,8 +51,9 @@ from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.plan import Collective
 from hap.search.bound import Line, best_weights, device_classes, line_seconds, make_bound, node_line
 from hap.search.classes import RADIUS, Read, find_colours, find_reads
-from hap.search.milp import GB, MS, SEED, SMALLEST, fill_matrix
+from hap.search.milp import GB, MS, SMALLEST, fill_matrix
 from hap.search.prices import Facts
+from hap.search.protos import SEED, solve_once
 from hap.search.wires import GRID, ClassForms, RankClasses
 
 UNIT_BYTES = 1 << 30
@@ -335,11 +336,8 @@ class Relaxation:
         proto.linear_constraints.lower_bounds.extend([lower for lower, _ in self.row_bounds])
         proto.linear_constraints.upper_bounds.extend([upper for _, upper in self.row_bounds])
         fill_matrix(proto, self.entries, np.zeros((0, len(self.names))), len(self.row_names))
-        model = mathopt.Model.from_model_proto(proto)
-        result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
-        if result.termination.reason != mathopt.TerminationReason.OPTIMAL:
-            return None
-        return float(result.dual_bound()) / MS
+        solved = solve_once(proto)
+        return None if solved is None or not solved.is_optimal else solved.bound / MS
 
 
 def _numbered(placements: Sequence[Placement | None]) -> list[int]:

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hap.conversion import collective_kind
 from hap.cost_models.collective import collective_coefficients, shares
@@ -61,11 +62,19 @@ class _Entries:
 
     def sum(self, values: Array, payers: int, column: int = 0) -> Array:
         """values (what, R) -> (R, payers): weighted by column ``column`` of the weights."""
-        total = np.zeros((payers, values.shape[1]))
+        total = np.zeros((values.shape[1], payers))
         if self.places:
-            payer, what = np.array(list(self.places)).T
-            np.add.at(total, payer, values[what] * self._table[:, column, None])
-        return total.T
+            payer, what = self._where
+            weights = self._table[:, column]
+            for of_rank, own in zip(total, values.T, strict=True):
+                of_rank += np.bincount(payer, weights=own[what] * weights, minlength=payers)
+        return total
+
+    @cached_property
+    def _where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(payer, what) of every entry."""
+        payer, what = np.array(list(self.places), dtype=np.int64).T
+        return np.ascontiguousarray(payer), np.ascontiguousarray(what)
 
     @cached_property
     def _table(self) -> Array:

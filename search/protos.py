@@ -1,0 +1,91 @@
+"""Programs and solutions as MathOpt's messages: no Python object per variable, row or status, which takes longer than
+many a solution. ``KeptSolver`` stays with one program whose objective changes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from ortools.math_opt import (
+    callback_pb2,
+    model_parameters_pb2,
+    model_pb2,
+    model_update_pb2,
+    parameters_pb2,
+    result_pb2,
+    solution_pb2,
+)
+from ortools.math_opt.core.python import solver
+
+from hap.fabric import Array
+
+SEED = 20240601
+GLOP, HIGHS = parameters_pb2.SOLVER_TYPE_GLOP, parameters_pb2.SOLVER_TYPE_HIGHS
+PRIMAL, DUAL = parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX
+
+
+class Solution(NamedTuple):
+    """The best point (V,), its objective, what was proved of it, and in what state the solver ended."""
+
+    values: Array
+    objective: float
+    bound: float
+    status: str
+
+    @property
+    def is_optimal(self) -> bool:
+        return self.status == "optimal"
+
+
+def seeded(**options: object) -> parameters_pb2.SolveParametersProto:
+    return parameters_pb2.SolveParametersProto(random_seed=SEED, **options)
+
+
+class KeptSolver:
+    """One program in a solver, solved again from where it ended last."""
+
+    def __init__(self, proto: model_pb2.ModelProto, kind: int = GLOP) -> None:
+        self.width = len(proto.variables.ids)
+        self.cost = np.zeros(self.width)
+        linear = proto.objective.linear_coefficients
+        self.cost[list(linear.ids)] = list(linear.values)
+        self._solver = solver.new(kind, proto, parameters_pb2.SolverInitializerProto())
+
+    def minimise(self, cost: Array) -> None:
+        """Another objective (V,)."""
+        changed = np.flatnonzero(cost != self.cost)
+        self.cost = cost
+        if len(changed):
+            update = model_update_pb2.ModelUpdateProto()
+            update.objective_updates.linear_coefficients.ids.extend(changed.tolist())
+            update.objective_updates.linear_coefficients.values.extend(cost[changed].tolist())
+            assert self._solver.update(update), "an objective can be changed in place"
+
+    def solve(self, parameters: parameters_pb2.SolveParametersProto) -> Solution | None:
+        """None where no feasible point was found."""
+        wanted = model_parameters_pb2.ModelSolveParametersProto()
+        wanted.variable_values_filter.skip_zero_values = True
+        for unread in (wanted.dual_values_filter, wanted.reduced_costs_filter):
+            unread.filter_by_ids = True
+        registration = callback_pb2.CallbackRegistrationProto()
+        result = self._solver.solve(parameters, wanted, None, registration, None, None)
+        return _solution(result, self.width)
+
+
+def solve_once(
+    proto: model_pb2.ModelProto, kind: int = GLOP, parameters: parameters_pb2.SolveParametersProto | None = None
+) -> Solution | None:
+    """None where no feasible point was found."""
+    return KeptSolver(proto, kind).solve(seeded() if parameters is None else parameters)
+
+
+def _solution(result: result_pb2.SolveResultProto, width: int) -> Solution | None:
+    feasible = solution_pb2.SOLUTION_STATUS_FEASIBLE
+    found = [s.primal_solution for s in result.solutions if s.primal_solution.feasibility_status == feasible]
+    if not found:
+        return None
+    values = np.zeros(width)
+    values[list(found[0].variable_values.ids)] = list(found[0].variable_values.values)
+    reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
+    bound = result.termination.objective_bounds.dual_bound
+    return Solution(values, found[0].objective_value, bound, reason.removeprefix("TERMINATION_REASON_").lower())

@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hap.cost_models.collective_delays import delayed
 from hap.cost_models.collective_form import (
     CALL_S,
     COPY_EFFICIENCY,
@@ -200,7 +201,9 @@ def formula_coefficients(
     if cluster.fabric.world_size == 1 and kind != "slice":
         return CollectiveForm(0.0, ())
     told = speech(cluster)
-    return formula(problem, kind, decomposition) if told is None else nccl_formula(problem, kind, decomposition, told)
+    if told is not None:
+        return nccl_formula(problem, kind, decomposition, told)
+    return delayed(problem, kind, decomposition) if cluster.fabric.by_size else formula(problem, kind, decomposition)
 
 
 def _as_measured(

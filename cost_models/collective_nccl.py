@@ -63,6 +63,21 @@ def speech(cluster: Cluster) -> Speech | None:
     return _speech(whole.fabric, whole.nvidia)
 
 
+def priced_by(cluster: ClusterSpec) -> tuple[str, ...]:
+    """What a plan assumes of NCCL, in words; nothing on another backend or where collectives were measured."""
+    if cluster.backend != "nccl" or isinstance(cluster, CalibratedCluster) or cluster.world_size == 1:
+        return ()
+    told = speech(cluster)
+    if told is None:
+        return (
+            "collectives take latency and bandwidth alone: NCCL's own model asks for NVIDIA's GPUs from the catalogue, "
+            "links inside hosts of a known kind, and no curves",
+        )
+    comm = told.comm
+    inside = "" if comm.inside is None else f", {comm.inside} inside hosts"
+    return (f"collectives take what NCCL's own model expects: {comm.generation}{inside}, its least of rings and trees",)
+
+
 def nccl_formula(p: Problem, kind: Collective, decomposition: str, speech: Speech) -> CollectiveForm:
     """Seconds of one way to perform a collective, or of a routing."""
     match kind, decomposition:
@@ -127,12 +142,7 @@ def _told(fabric: Fabric | FoldedFabric, messages: Fabric) -> Fabric | FoldedFab
     """The fabric of the question with the latencies of ``messages``, which is of all ranks."""
     if isinstance(fabric, Fabric):
         return messages
-    return replace(
-        fabric,
-        exchange_latency_s=messages.exchange_latency_s,
-        ring_latency_s=messages.ring_latency_s,
-        largest_latency_s=messages.largest_latency_s,
-    )
+    return fabric.at_latencies_of(messages)
 
 
 @lru_cache(maxsize=32)

@@ -10,7 +10,7 @@ those of the whole cluster, to rounding; only which ranges of one dim overlap is
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hap.cluster import Backend, ClusterSpec
-from hap.fabric import Array
+from hap.fabric import Array, Fabric
 from hap.hosts import Device
 from hap.placement import GroupSizes
 
@@ -49,6 +49,17 @@ class FoldedFabric:
     exchange_latency_s: float
     ring_latency_s: float
     largest_latency_s: float
+    by_size: tuple[tuple[float, FoldedFabric], ...] = ()
+
+    def at_latencies_of(self, fabric: Fabric) -> FoldedFabric:
+        """The same ports with the latencies of another fabric of the whole cluster."""
+        return replace(
+            self,
+            exchange_latency_s=fabric.exchange_latency_s,
+            ring_latency_s=fabric.ring_latency_s,
+            largest_latency_s=fabric.largest_latency_s,
+            by_size=(),
+        )
 
     @cached_property
     def ring_s_per_byte(self) -> float:
@@ -97,7 +108,7 @@ class FoldedCluster:
         ]
         both = np.concatenate([fabric.rates[:, None], *tables], axis=1)
         _, kept, row_of = np.unique(both, axis=0, return_index=True, return_inverse=True)
-        return FoldedFabric(
+        folded = FoldedFabric(
             tuple(fabric.ports[k].name for k in kept),
             fabric.rates[kept],
             senders[kept],
@@ -110,6 +121,7 @@ class FoldedCluster:
             ring_latency_s=fabric.ring_latency_s,
             largest_latency_s=fabric.largest_latency_s,
         )
+        return replace(folded, by_size=tuple((size, folded.at_latencies_of(f)) for size, f in fabric.by_size))
 
     def take(self, sizes: GroupSizes) -> GroupSizes:
         """The sizes of one rank of each class."""

@@ -6,8 +6,8 @@
       - name: big
         devices:
           - {gpu: A100-40GB, count: 2}  # from the catalogue (gpus.csv); any number below may be given to replace it
-        link: nvlink                    # or pcie3 | pcie4 | pcie5, or {bandwidth: 12GB/s, latency: 10us}, or up/down
-        network: {up: 10Gbit/s, down: 10Gbit/s, latency: 30us}
+        link: nvlink                    # or pcie3 | pcie4 | pcie5, or {kind: pcie, bandwidth: 12GB/s, latency: 10us}
+        network: {up: 10Gbit/s, down: 10Gbit/s, latency: 30us, curve: {64kB: 400MB/s, 1MB: 1GB/s}}
         price_per_hour: 6.5
       - name: small
         devices:
@@ -36,9 +36,22 @@ import pydantic
 import yaml
 
 from hap.errors import ClusterError
-from hap.fabric import Fabric, Port
+from hap.fabric import Array, Fabric, Port
 from hap.gpus import suggest
-from hap.hosts import Device, DeviceSpec, DuplexSpec, Frozen, HostSpec, LinkKind, PathSpec
+from hap.hosts import (
+    Delays,
+    Device,
+    DeviceSpec,
+    Duplex,
+    DuplexSpec,
+    Frozen,
+    HostSpec,
+    LinkKind,
+    LinkSpec,
+    PathSpec,
+    delay_s,
+    find_delays,
+)
 
 Backend = Literal["nccl", "gloo"]
 
@@ -100,6 +113,10 @@ class ClusterSpec(Frozen):
                 raise ValueError(f"links[{i}]: from and to are both {source!r}; use the host's own link")
             if (source, target) in pairs[:i]:
                 raise ValueError(f"links[{i}]: {source!r} to {target!r} is given twice")
+            try:
+                self._path_delays(self.links[i])
+            except ValueError as e:
+                raise ValueError(f"links[{i}]: {e}") from None
         return self
 
     @classmethod
@@ -182,11 +199,12 @@ class ClusterSpec(Frozen):
 
     @cached_property
     def nvidia(self) -> Nvidia | None:
-        """None unless NCCL joins GPUs of NVIDIA's alone, all from the catalogue, by links of a known kind."""
+        """None unless NCCL joins GPUs of NVIDIA's alone, all from the catalogue, by links of a known kind. Where a link
+        has a curve, that says how NCCL does on it."""
         found = [spec.catalogue_gpu for h in self.hosts for spec in h.devices]
         capabilities = [gpu.compute_capability for gpu in found if gpu is not None and gpu.compute_capability]
         kinds = [h.link_kind for h in self.hosts if h.size > 1]
-        if self.backend != "nccl" or len(capabilities) < len(found) or None in kinds:
+        if self.backend != "nccl" or len(capabilities) < len(found) or None in kinds or self.fabric.by_size:
             return None
         slowest: LinkKind | None = None if not kinds else "pcie" if "pcie" in kinds else "nvlink"
         host = tuple(i for i, h in enumerate(self.hosts) for _ in range(h.size))
@@ -195,11 +213,38 @@ class ClusterSpec(Frozen):
     @cached_property
     def fabric(self) -> Fabric:
         """The ports that bytes between ranks share, with the latency of every pair."""
-        by_host = [[self._latency_s(a, b) for b in self.hosts] for a in self.hosts]
+        given = [d for h in self.hosts for d in (h.inside, h.outside) if d is not None]
+        curves = [d.delays for d in given] + [self._path_delays(p) for p in self.links]
+        sizes = sorted({size for delays in curves for size, _ in delays})
+        return Fabric.build(tuple(self._ports()), self._latencies(0.0), [(s, self._latencies(s)) for s in sizes])
+
+    def _latencies(self, nbytes: float) -> Array:
+        """(N, N): what a message of so many bytes waits for beside its bytes over the bandwidth."""
+        by_host = [
+            [self._latency_s(a, b) + (self._delay_s(a, b, nbytes) if nbytes else 0.0) for b in self.hosts]
+            for a in self.hosts
+        ]
         host = [i for i, h in enumerate(self.hosts) for _ in range(h.size)]
         latency_s = np.array(by_host)[np.ix_(host, host)]
         np.fill_diagonal(latency_s, 0.0)
-        return Fabric.build(tuple(self._ports()), latency_s)
+        return latency_s
+
+    def _path_delays(self, path: PathSpec) -> Delays:
+        if path.curve is None:
+            return ()
+        assert path.bandwidth is not None
+        return find_delays(
+            path.curve, path.bandwidth, self._latency_s(*(self._by_name[n] for n in (path.source, path.target)))
+        )
+
+    def _delay_s(self, a: HostSpec, b: HostSpec, nbytes: float) -> float:
+        """Of a message from host ``a`` to host ``b``: the largest of what it passes."""
+        if a is b:
+            return delay_s(a.inside.delays, nbytes) if a.inside else 0.0
+        assert a.network is not None and b.network is not None
+        path = self._paths.get((a.name, b.name))
+        passed = [a.network.duplex.delays, b.network.duplex.delays, self._path_delays(path) if path else ()]
+        return max(delay_s(delays, nbytes) for delays in passed)
 
     def _latency_s(self, a: HostSpec, b: HostSpec) -> float:
         """One way between a rank of host ``a`` and another of host ``b``."""
@@ -239,12 +284,19 @@ class ClusterSpec(Frozen):
             "name": self.name,
             "backend": self.backend,
             "devices": [dataclasses.astuple(d) for d in self.devices],
-            "hosts": [
-                (h.name, h.inside, h.network.duplex if h.network else None, h.price_per_hour) for h in self.hosts
-            ],
+            "hosts": [(h.name, _numbers(h.inside), _numbers(h.outside), h.price_per_hour) for h in self.hosts],
             "links": sorted((p.source, p.target, str(p.bandwidth), str(p.latency)) for p in self.links),
+            **self._more,
         }
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def _more(self) -> dict[str, Any]:
+        """What only some descriptions have; others keep the fingerprint that they had before it could be said."""
+        both = [(h.inside, h.outside) for h in self.hosts]
+        delays = [[d.delays if d else () for d in pair] for pair in both], [self._path_delays(p) for p in self.links]
+        kinds = [h.link.kind if isinstance(h.link, LinkSpec) else None for h in self.hosts]
+        return {**({"delays": delays} if self.fabric.by_size else {}), **({"kinds": kinds} if any(kinds) else {})}
 
     def check_world_size(self, n: int) -> None:
         """ClusterError unless a job of ``n`` ranks has exactly one device for each."""
@@ -252,6 +304,10 @@ class ClusterSpec(Frozen):
             raise ClusterError(f"{n} ranks, but cluster {self.name!r} describes only {self.world_size} devices")
         if n < self.world_size:
             raise ClusterError(f"{n} ranks, but cluster {self.name!r} describes {self.world_size} devices")
+
+
+def _numbers(duplex: Duplex | None) -> tuple[float, float, float] | None:
+    return None if duplex is None else (duplex.up_bytes_per_s, duplex.down_bytes_per_s, duplex.latency_s)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -269,7 +325,7 @@ _MODELS: dict[tuple[str, ...], type[Frozen]] = {
     (): ClusterSpec,
     ("hosts",): HostSpec,
     ("hosts", "devices"): DeviceSpec,
-    ("hosts", "link"): DuplexSpec,
+    ("hosts", "link"): LinkSpec,
     ("hosts", "network"): DuplexSpec,
     ("links",): PathSpec,
 }

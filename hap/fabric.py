@@ -11,6 +11,7 @@ slower link between two given hosts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -33,25 +34,28 @@ class Port:
 @dataclass(frozen=True, eq=False)
 class Fabric:
     """The ports as arrays, K ports and N ranks: ``rates`` (K,) in bytes/s, ``senders`` and ``receivers`` (K, N) of 0
-    and 1, ``latency_s`` (N, N)."""
+    and 1, ``latency_s`` (N, N). ``by_size``: where messages of some sizes wait longer, those sizes, rising, and the
+    fabric with what they wait for as its latencies; in between lie straight lines from ``latency_s`` on."""
 
     ports: tuple[Port, ...]
     rates: Array = field(repr=False)
     senders: Array = field(repr=False)
     receivers: Array = field(repr=False)
     latency_s: Array = field(repr=False)
+    by_size: tuple[tuple[float, Fabric], ...] = field(default=(), repr=False)
 
     @classmethod
-    def build(cls, ports: tuple[Port, ...], latency_s: Array) -> Fabric:
+    def build(cls, ports: tuple[Port, ...], latency_s: Array, by_size: Sequence[tuple[float, Array]] = ()) -> Fabric:
         world_size = len(latency_s)
         senders, receivers = np.zeros((len(ports), world_size)), np.zeros((len(ports), world_size))
         for k, port in enumerate(ports):
             senders[k, list(port.senders)] = 1.0
             receivers[k, list(port.receivers)] = 1.0
         arrays = (np.array([p.bytes_per_s for p in ports]), senders, receivers, latency_s)
-        for array in arrays:
+        for array in (*arrays, *(latency for _, latency in by_size)):
             array.flags.writeable = False
-        return cls(ports, *arrays)
+        slower = tuple((size, cls(ports, *arrays[:3], latency)) for size, latency in by_size)
+        return cls(ports, *arrays, slower)
 
     @property
     def world_size(self) -> int:

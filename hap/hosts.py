@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
+import numpy as np
 import pydantic
 
 from hap.gpus import DTYPES, Gpu, find_gpu, suggest
@@ -21,17 +22,58 @@ NVLINK_EFFICIENCY = 0.8  # torch/_inductor/comm_analysis.py: 120, 240, 370, 720 
 
 LinkKind = Literal["nvlink", "pcie"]
 
+
+def parse_curve(given: Any) -> dict[int, float]:
+    """``{1MB: 5GB/s, 64MB: 11GB/s}``: bytes of a message -> bytes/s, smallest first."""
+    if not isinstance(given, dict) or not given:
+        raise ValueError(
+            f"expected rates by the size of a message, such as {{1MB: 5GB/s, 64MB: 11GB/s}}, not {given!r}"
+        )
+    found = {parse_size(size): parse_rate(rate) for size, rate in given.items()}
+    if len(found) < len(given):
+        raise ValueError("a size is given twice")
+    return dict(sorted(found.items()))
+
+
+def format_curve(curve: Mapping[int, float]) -> dict[str, str]:
+    return {format_size(size): format_rate(rate) for size, rate in curve.items()}
+
+
 Rate = Annotated[float, pydantic.BeforeValidator(parse_rate), pydantic.PlainSerializer(format_rate)]
 Size = Annotated[int, pydantic.BeforeValidator(parse_size), pydantic.PlainSerializer(format_size)]
 Time = Annotated[float, pydantic.BeforeValidator(parse_time), pydantic.PlainSerializer(format_time)]
+Curve = Annotated[dict[int, float], pydantic.BeforeValidator(parse_curve), pydantic.PlainSerializer(format_curve)]
+Delays = tuple[tuple[float, float], ...]  # (bytes of a message, seconds beside latency and bytes / bandwidth)
+
+
+def find_delays(curve: Mapping[int, float] | None, bytes_per_s: float, latency_s: float) -> Delays:
+    """What messages of the sizes of ``curve`` take longer than a latency and a bandwidth say. ValueError if any would
+    be faster."""
+    found = []
+    for size, rate in (curve or {}).items():
+        plain_s = latency_s + size / bytes_per_s
+        if size / rate < plain_s * (1 - 1e-9):
+            raise ValueError(
+                f"curve: {format_size(size)} at {format_rate(rate)} is more than latency and bandwidth allow, "
+                f"{format_rate(float(f'{size / plain_s:.4g}'))}"
+            )
+        found.append((float(size), max(0.0, size / rate - plain_s)))
+    return tuple(found)
+
+
+def delay_s(delays: Delays, nbytes: float) -> float:
+    """Straight lines from nothing at no bytes through the points, flat beyond them."""
+    sizes, seconds = zip((0.0, 0.0), *delays, strict=True)
+    return float(np.interp(nbytes, sizes, seconds))
 
 
 class Duplex(NamedTuple):
-    """A two-way port."""
+    """A two-way port. ``delays`` are those of either way, beside the slower of the two."""
 
     up_bytes_per_s: float
     down_bytes_per_s: float
     latency_s: float
+    delays: Delays = ()
 
 
 @dataclass(frozen=True)
@@ -114,25 +156,34 @@ class DeviceSpec(Frozen):
 
 
 class DuplexSpec(Frozen):
-    """``bandwidth`` both ways, or ``up`` (sending) and ``down`` (receiving)."""
+    """``bandwidth`` both ways, or ``up`` (sending) and ``down`` (receiving): of the largest messages. ``curve``: what
+    smaller ones reach when alone, all that they wait for included."""
 
     bandwidth: Rate | None = None
     up: Rate | None = None
     down: Rate | None = None
     latency: Time
+    curve: Curve | None = None
 
     @pydantic.model_validator(mode="after")
     def _either(self) -> Self:
         one, two = self.bandwidth is not None, (self.up is not None, self.down is not None)
         if not (one and not any(two)) and not (not one and all(two)):
             raise ValueError("give bandwidth, or both up and down")
+        self.duplex  # noqa: B018  (raises if the curve is too fast)
         return self
 
     @property
     def duplex(self) -> Duplex:
         up, down = self.up or self.bandwidth, self.down or self.bandwidth
         assert up and down
-        return Duplex(up, down, self.latency)
+        return Duplex(up, down, self.latency, find_delays(self.curve, min(up, down), self.latency))
+
+
+class LinkSpec(DuplexSpec):
+    """The link inside a host in numbers; ``kind`` says what it is, which NCCL's own model asks."""
+
+    kind: LinkKind | None = None
 
 
 class PathSpec(Frozen):
@@ -142,18 +193,21 @@ class PathSpec(Frozen):
     target: str = pydantic.Field(alias="to")
     bandwidth: Rate | None = None
     latency: Time | None = None
+    curve: Curve | None = None
 
     @pydantic.model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.bandwidth is None and self.latency is None:
             raise ValueError("give bandwidth, latency or both")
+        if self.curve is not None and self.bandwidth is None:
+            raise ValueError("a curve needs a bandwidth, that of the largest messages")
         return self
 
 
 class HostSpec(Frozen):
     name: str = pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     devices: tuple[DeviceSpec, ...]
-    link: str | DuplexSpec | None = None
+    link: str | LinkSpec | DuplexSpec | None = None  # becomes a LinkSpec
     network: DuplexSpec | None = None
     price_per_hour: float | None = pydantic.Field(default=None, ge=0, allow_inf_nan=False, strict=True)
 
@@ -162,7 +216,9 @@ class HostSpec(Frozen):
     def _named_or_explicit(cls, given: Any, handler: Any) -> Any:
         if not isinstance(given, (str, dict, DuplexSpec, type(None))):
             raise ValueError(f"expected a name such as nvlink, or {{bandwidth: 12GB/s, latency: 10us}}, not {given!r}")
-        return DuplexSpec.model_validate(given) if isinstance(given, dict) else handler(given)
+        if isinstance(given, DuplexSpec) and not isinstance(given, LinkSpec):
+            given = given.model_dump(exclude_unset=True)
+        return LinkSpec.model_validate(given) if isinstance(given, dict) else handler(given)
 
     @pydantic.model_validator(mode="after")
     def _linked(self) -> Self:
@@ -178,11 +234,18 @@ class HostSpec(Frozen):
         return sum(d.count for d in self.devices)
 
     @property
+    def outside(self) -> Duplex | None:
+        """The port that its devices share towards other hosts."""
+        return None if self.network is None else self.network.duplex
+
+    @property
     def link_kind(self) -> LinkKind | None:
         """What the host's own link is; None where only numbers are given, or it is none of NVIDIA's."""
+        if isinstance(self.link, DuplexSpec):
+            return self.link.kind if isinstance(self.link, LinkSpec) else None
         if self.link == "nvlink":
             return "nvlink"
-        return "pcie" if isinstance(self.link, str) and self.link in PCIE_BYTES_PER_S else None
+        return "pcie" if self.link in PCIE_BYTES_PER_S else None
 
     @property
     def inside(self) -> Duplex | None:

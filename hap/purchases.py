@@ -186,9 +186,11 @@ def _link(body: Body, said: str) -> Body:
                 _limit(links, host["name"], other, min(up, old[other][1]))
                 _limit(links, other, host["name"], min(down, old[other][0]))
             raised = [format_rate(max(r, bandwidth)) for r in (up, down)]
-            host["network"] = {"up": raised[0], "down": raised[1], "latency": host["network"]["latency"]}
+            kept = {k: v for k, v in host["network"].items() if k not in ("bandwidth", "up", "down")}
+            host["network"] = {"up": raised[0], "down": raised[1], **kept}
     for source, target in ((a, b), (b, a)):
         before = links.get((source, target), {"from": source, "to": target})
+        before.pop("curve", None)  # of the link as it was
         links[source, target] = {**before, "bandwidth": format_rate(bandwidth)}
     return {**body, "hosts": hosts, "links": list(links.values())}
 

@@ -23,7 +23,7 @@ from hap.cost_models.evaluate import Evaluation, evaluate
 from hap.cost_models.profile import CalibratedCluster
 from hap.errors import ClusterError
 from hap.graph import Graph
-from hap.hosts import Duplex
+from hap.hosts import HostSpec, LinkSpec, format_curve
 from hap.placement import GroupSizes
 from hap.plan import Help, Plan, Strategy
 from hap.report.explanation import cluster_body, make_explanation, needs_of, strategies_of
@@ -77,7 +77,7 @@ def faster_links(cluster: ClusterSpec, factor: float) -> ClusterSpec:
     body = cluster_body(cluster)
     for entry, spec in zip(body["hosts"], cluster.hosts, strict=True):
         if spec.inside is not None:
-            entry["link"] = _faster(_duplex(spec.inside), factor)
+            entry["link"] = _faster(_in_numbers(spec), factor)
     return rebuilt(body)
 
 
@@ -90,14 +90,19 @@ def shorter_latency(cluster: ClusterSpec) -> ClusterSpec:
         if "network" in entry:
             entry["network"] = _sooner(entry["network"])
         if spec.inside is not None:
-            entry["link"] = _sooner(_duplex(spec.inside))
+            entry["link"] = _sooner(_in_numbers(spec))
     body["links"] = [_sooner(p) if "latency" in p else p for p in body.get("links", ())]
     return rebuilt(body)
 
 
-def _duplex(inside: Duplex) -> Body:
-    up, down = format_rate(inside.up_bytes_per_s), format_rate(inside.down_bytes_per_s)
-    return {"up": up, "down": down, "latency": format_time(inside.latency_s)}
+def _in_numbers(host: HostSpec) -> Body:
+    """The link inside a host, still of its kind and with its curve."""
+    inside = host.inside
+    assert inside is not None
+    rates = {"up": format_rate(inside.up_bytes_per_s), "down": format_rate(inside.down_bytes_per_s)}
+    kind = {"kind": host.link_kind} if host.link_kind else {}
+    curve = {"curve": format_curve(host.link.curve)} if isinstance(host.link, LinkSpec) and host.link.curve else {}
+    return {**rates, "latency": format_time(inside.latency_s), **kind, **curve}
 
 
 def _faster(duplex: Body, factor: float) -> Body:

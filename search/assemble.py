@@ -9,6 +9,7 @@ import torch
 
 import hap
 from hap.cluster import ClusterSpec
+from hap.cost_models.collective_nccl import priced_by
 from hap.cost_models.evaluate import Evaluation
 from hap.placement import GroupSizes, Shard
 from hap.plan import GroupPlan, Plan, Provenance, Recomputed, Strategy, verify_plan
@@ -69,7 +70,7 @@ def assemble_plan(
             torch_version=torch.__version__.partition("+")[0],
             optimizer=optimizer,
             solver={**solver, **left_out},
-            assumptions=ASSUMPTIONS,
+            assumptions=(*ASSUMPTIONS, *priced_by(cluster)),
         ),
         groups={
             name: GroupPlan(n=groups[name].n, label=groups[name].label, sizes=tuple(sizes[name]))

@@ -195,7 +195,7 @@ class Wires:
         grid = [*GRID[first:last], *([GRID[last]] if last < len(GRID) else [int(sizes_bytes[-1])])]
         if len(sizes_bytes) <= len(grid):
             grid = [int(b) for b in sizes_bytes]
-        if kind == "all_to_all" and not isinstance(self.cluster, CalibratedCluster):
+        if kind == "all_to_all" and not isinstance(self.cluster, CalibratedCluster) and not self.cluster.fabric.by_size:
             return self._exchange_s(sizes_bytes, source, target, sizes)
         at = [self._all_s(kind, nbytes, source, target, sizes) for nbytes in grid]
         return np.array([np.interp(sizes_bytes, grid, seconds) for seconds in zip(*at, strict=True)]).min(axis=0)

@@ -9,7 +9,7 @@ import pytest
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective import candidates, collective_coefficients, collective_seconds, formula_coefficients
 from hap.cost_models.collective_form import CALL_S
-from hap.cost_models.collective_nccl import speech
+from hap.cost_models.collective_nccl import priced_by, speech
 from hap.cost_models.fold import fold
 from hap.cost_models.nccl import fastest
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
@@ -79,6 +79,15 @@ def test_where_nccl_or_a_link_is_unknown_the_plain_form_stays(unknown: ClusterSp
     wire = 2 * (n - 1) / n * 240e6 * unknown.fabric.ring_s_per_byte
     assert found > CALL_S[unknown.backend] + wire
     assert found == pytest.approx(wire, rel=0.06)
+
+
+def test_a_plan_says_which_form_it_was_made_with() -> None:
+    assert priced_by(PAIR) == (
+        "collectives take what NCCL's own model expects: volta, nvlink inside hosts, its least of rings and trees",
+    )
+    (words,) = priced_by(cluster("MI300X 4 xgmi"))
+    assert words.startswith("collectives take latency and bandwidth alone")
+    assert priced_by(cluster("A100-40GB 8 nvlink", backend="gloo")) == ()
 
 
 def test_gpus_of_one_host_each_need_no_link_inside() -> None:

@@ -30,7 +30,7 @@ from hap.search.limits import LIMITS, Effort, Limits
 from hap.search.pins import Pins
 from hap.search.problem import Problem
 from hap.search.progress import OutOfTime, Progress
-from hap.search.recompute import or_repeating, run_or_repeat
+from hap.search.recompute import if_kept, or_repeating, run_or_repeat
 from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
@@ -93,7 +93,7 @@ def plan_graph(
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
         lower_bound_s=search.bound_s,
-        solver={**search.statistics(best), **stopped},
+        solver={**search.statistics(best), **if_kept(search.problem, best), **stopped},
         advice=advice,
         overlapped_s=overlapped_s,
         recomputed=best.recomputed,

@@ -28,6 +28,7 @@ from hap.search.assemble import assemble_plan
 from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, overflow_bytes
 from hap.search.judge import TIE, finest, played
+from hap.search.limits import LIMITS, Limits
 from hap.search.problem import Problem
 
 if TYPE_CHECKING:
@@ -50,15 +51,19 @@ def after_steps(blocks: tuple[Block, ...], count: int) -> tuple[Recomputed, ...]
 
 
 def run_or_repeat(search: Search) -> tuple[Search, Found]:
-    """The search that found a plan, and its best: ``search``, or where nothing fits one that repeats all it may."""
+    """The search that found a plan, and its best: ``search``, or where nothing fits one that repeats all it may.
+    InfeasibleError if that does not help either."""
     try:
         return search, search.run()
     except InfeasibleError:
-        again = _repeating(search)
+        again = _repeating(search, search.limits) if _state_fits(search.problem) else None
         if again is None:
             raise
-        search.progress.say("nothing fits; trying with calls made again in the backward pass")
+    search.progress.say("nothing fits; trying with activations computed again in the backward pass")
+    try:
         return again, again.run()
+    except InfeasibleError as e:
+        raise InfeasibleError(f"{e}; activations are computed again in the backward pass already") from None
 
 
 def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
@@ -68,7 +73,7 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
         return best, None if overlapped_s is None else _played_s(search.problem, best)
     if overlapped_s is None or not (_is_full(best) or _is_crowded(search.problem)):
         return best, overlapped_s
-    again = _repeating(search)
+    again = _repeating(search, LIMITS["quick"])
     first = None if again is None else again.glance()
     if again is None or first is None or not first.fits:
         return best, overlapped_s
@@ -76,6 +81,15 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
     found = thinned(again.problem, found)
     seconds = _played_s(again.problem, found)
     return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)
+
+
+def if_kept(problem: Problem, found: Found) -> dict[str, list[int]]:
+    """What the plan's provenance says of a plan that repeats calls: bytes of every rank if it did not."""
+    if not found.recomputed:
+        return {}
+    needs = find_needs(problem.choices.graph, found.strategies, regather=found.regather)
+    evaluation = problem.facts.evaluator.evaluate(found.strategies, found.sizes, needs)
+    return {"kept_memory_bytes": list(evaluation.memory_bytes)}
 
 
 def thinned(problem: Problem, found: Found) -> Found:
@@ -96,16 +110,24 @@ def thinned(problem: Problem, found: Found) -> Found:
     return best
 
 
-def _repeating(search: Search) -> Search | None:
+def _repeating(search: Search, limits: Limits) -> Search | None:
     """The same search where every step is taken; None if there is none."""
     blocks = find_blocks(search.problem.choices.graph)
     everything = after_steps(blocks, len(steps_of(blocks)))
     if not everything or search.problem.recomputed:
         return None
-    other = replace(search, problem=search.problem.repeating(everything), rounds=0, starts=0)
+    other = replace(search, problem=search.problem.repeating(everything), limits=limits, rounds=0, starts=0)
     if "bound_s" in search.__dict__:  # repeating calls makes no step shorter
         other.__dict__["bound_s"] = search.bound_s
     return other
+
+
+def _state_fits(problem: Problem) -> bool:
+    """Parameters and the optimizer's state, dealt out."""
+    graph = problem.choices.graph
+    trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
+    state = sum(nbytes + optimizer_state_bytes(problem.optimizer, nbytes) for nbytes in trained)
+    return state <= sum(usable_bytes(d.memory_bytes) for d in problem.cluster.devices)
 
 
 def _is_full(found: Found) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hap.plan import Plan
 from hap.report.facts import DeviceRow, Facts
-from hap.report.summary import how_it_ended, parameter_lines
+from hap.report.summary import how_it_ended, parameter_lines, what_is_repeated
 from hap.report.words import counted, listed, percent, quantity, ranks_in_words, seconds, starred, table
 
 
@@ -44,6 +44,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
     if predicted.overlapped_s is not None and predicted.step_s > 1.005 * step:
         plain = seconds(predicted.step_s)
         yield f"That is with collectives bundled and sent beside compute; with nothing overlapped it would be {plain}."
+    if repeated := what_is_repeated(plan):
+        yield f"{repeated[0].upper()}{repeated[1:]}."
     if ended := how_it_ended(plan):
         yield f"{ended[0].upper()}{ended[1:]}."
     if price := hourly_price(facts):

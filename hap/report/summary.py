@@ -113,8 +113,30 @@ def _headline(plan: Plan) -> Iterator[str]:
     else:
         yield f"predicted step: {seconds(predicted.overlapped_s)} as it is run"
         yield f"nothing overlapped: {seconds(predicted.step_s)}{proof}"
+    if repeated := what_is_repeated(plan):
+        yield repeated
     if ended := how_it_ended(plan):
         yield ended
+
+
+def what_is_repeated(plan: Plan) -> str:
+    """Which blocks are computed again in the backward pass, and what that saves; nothing of a plan that keeps all."""
+    blocks = {what: sum(r.what == what for r in plan.recomputed) for what in ("all", "cheap")}
+    parts = [
+        f"{words}{counted(count, 'block')}"
+        for words, count in (("", blocks["all"]), ("what is cheap of ", blocks["cheap"]))
+        if count
+    ]
+    if not parts:
+        return ""
+    text = f"computed again in the backward pass instead of being kept: {' and '.join(parts)}"
+    kept = plan.provenance.solver.get("kept_memory_bytes")
+    if not isinstance(kept, list) or len(kept) != plan.world_size:
+        return text
+    saved = [then - now for then, now in zip(kept, plan.predicted.memory_bytes, strict=True)]
+    rank = saved.index(max(saved))
+    now = quantity(plan.predicted.memory_bytes[rank], "B")
+    return f"{text} ({plan.devices[rank]} needs {now}, otherwise {quantity(kept[rank], 'B')})"
 
 
 def how_it_ended(plan: Plan) -> str:

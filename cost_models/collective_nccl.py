@@ -44,7 +44,7 @@ from hap.plan import Collective
 from hap.routes import ROUTED, SEGMENT_BYTES, Way, segment_owners
 
 LL128_SINCE = 70  # compute capability
-CALL_S = base_s("ring", "Simple")  # of a call that exchanges messages
+ROUND_CALL_S = base_s("ring", "Simple")  # of a call that exchanges messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def nccl_formula(p: Problem, kind: Collective, decomposition: str, speech: Speec
             return CollectiveForm(constant, (p.by_rank(target=per_share), _copies(p)))
         case "all_gather", "broadcast":
             return CollectiveForm(_broadcasts_s(p.nbytes, speech.comm), (_copies(p),))
-    told = replace(p, fabric=_told(p.fabric, speech.messages), base_s=CALL_S)
+    told = replace(p, fabric=_told(p.fabric, speech.messages), base_s=ROUND_CALL_S)
     form = formula(told, kind, decomposition)
     way = Way.parse(decomposition)
     return _by_rounds(form, told, kind, way) if way.name in ROUTED and kind != "all_to_all" else form
@@ -123,15 +123,15 @@ def _by_rounds(form: CollectiveForm, p: Problem, kind: Collective, way: Way) -> 
     """Each round is a call of its own, which the formula of a stream of messages does not know."""
     assert isinstance(p.fabric, Fabric), "routes are of ranks, not of classes"
     depth, segments = route_loads(way, p.fabric).depth, p.nbytes / SEGMENT_BYTES
-    round_s = CALL_S + p.fabric.largest_latency_s
+    round_s = ROUND_CALL_S + p.fabric.largest_latency_s
     if kind == "all_reduce":
         rounds = segments / len(segment_owners(way, p.n))
-        return replace(form, constant_s=form.constant_s + (2 * depth - 1) * CALL_S + rounds * round_s)
+        return replace(form, constant_s=form.constant_s + (2 * depth - 1) * ROUND_CALL_S + rounds * round_s)
     if depth == 1:
         return form
     turns = segments * round_s
     stage = p.by_rank(source=turns) if kind == "all_gather" else p.by_rank(target=turns)
-    return CollectiveForm(form.constant_s + (depth - 1) * CALL_S, (*form.stages, stage))
+    return CollectiveForm(form.constant_s + (depth - 1) * ROUND_CALL_S, (*form.stages, stage))
 
 
 def _whole(cluster: Cluster) -> ClusterSpec:

@@ -187,11 +187,11 @@ class Explanation(_Frozen):
 
 class Recomputed(_Frozen):
     """One block of the model, what of it is made again in the backward pass instead of being kept, and those calls by
-    their nodes. ``what``: ``all`` but what leaves the block, or ``cheap``, all but products and what is made of them
-    at the same cost (attention, convolutions)."""
+    their nodes. ``what``: ``cheap`` are elementwise calls, norms and lookups, ``products`` these and matrix products,
+    ``all`` is everything but what the block hands on."""
 
     block: str
-    what: Literal["all", "cheap"]
+    what: Literal["cheap", "products", "all"]
     calls: tuple[str, ...]
 
 
@@ -282,6 +282,9 @@ def verify_plan(plan: Plan, origin: str = "plan") -> None:
                 raise ValueError(f"{name}: {text!r} is not written as {strategy}")
             for placement in (*strategy.inputs, *strategy.outputs):
                 _check_group(placement, lengths, name)
+        for name in plan.repeated:
+            if name not in plan.strategies:
+                raise ValueError(f"{name!r} is computed again, and has no strategy")
         for c in plan.conversions:
             if str(Value.parse(c.value)) != c.value:
                 raise ValueError(f"{c.value!r} names no value")

@@ -15,10 +15,11 @@ bytes, and
     v out  -> a call's call   infinite, for every call that reads v
     v out  -> sink            infinite, if the backward pass reads v
 
-The cut nearest to the sink is what to keep; the calls behind it are made again. With all calls repeatable but those
-that end a block the cut keeps little more than what enters it (Chen et al. 2016, Training deep nets with sublinear
-memory cost); with the ``cheap`` ones alone (elementwise calls, norms, lookups: what memory bandwidth limits) it keeps
-what products, attention and convolutions made (selective recomputation, Korthikanti et al. 2022).
+The cut nearest to the sink is what to keep; the calls behind it are made again. What may be repeated has three levels:
+``cheap`` are elementwise calls, norms and lookups, which memory bandwidth limits: kept is what products, attention and
+convolutions made (selective recomputation, Korthikanti et al. 2022); ``products`` are these and matrix products: kept
+is what attention and convolutions made; ``all`` is every call but those that end a block: kept is little more than what
+enters it (Chen et al. 2016, Training deep nets with sublinear memory cost).
 """
 
 from __future__ import annotations
@@ -26,22 +27,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from ortools.graph.python import max_flow
 
 from hap.cost_models.order import program_parts
 from hap.cost_models.strides import Strides, find_strides
-from hap.cost_models.work import is_view, op_class
+from hap.cost_models.work import OpClass, is_view, op_class
 from hap.graph import Graph, Node, Value
 
 WORTH = 8  # times the bytes of what goes on
 SMALL = 0.1  # of what goes on: what else may go on with it
 LASTING = 0.25  # of the forward calls: what is read for longer belongs to no block
-LEAST = 0.05  # of what a block keeps: repeating calls that spares less is not offered
-What = Literal["cheap", "all"]
-LEVELS: tuple[What, ...] = ("cheap", "all")
+LEAST = (
+    0.05,
+    0.2,
+)  # of what a block keeps with nothing repeated, and at the level below: what spares less is not offered
+What = Literal["cheap", "products", "all"]
 _CHEAP = ("elementwise", "reduction", "index", "view")
+LEVELS: Mapping[What, tuple[OpClass, ...]] = {
+    "cheap": _CHEAP,
+    "products": (*_CHEAP, "matmul"),
+    "all": get_args(OpClass),
+}
 
 
 @dataclass(frozen=True)
@@ -55,9 +63,10 @@ class Block:
     kept_bytes: Mapping[What, int]
 
 
-def find_blocks(graph: Graph) -> tuple[Block, ...]:
-    """The blocks of which something is worth repeating, in program order. Equal parts of a graph are cut alike."""
-    return _Forward(graph).blocks()
+def find_blocks(graph: Graph, strides: Strides | None = None) -> tuple[Block, ...]:
+    """The blocks of which something is worth repeating, in program order. Equal parts of a graph are cut alike.
+    ``strides`` are the graph's, if known."""
+    return _Forward(graph, find_strides(graph) if strides is None else strides).blocks()
 
 
 @dataclass
@@ -65,6 +74,7 @@ class _Forward:
     """The forward part: which storage every value lies in, and until when it is read."""
 
     graph: Graph
+    strides: Strides
 
     def __post_init__(self) -> None:
         _, self.calls, self.backward = program_parts(self.graph)
@@ -74,10 +84,6 @@ class _Forward:
             for index in range(len(node.outputs)):
                 value = Value(node.name, index)
                 self.base[value] = self.base.get(node.inputs[0], value) if self._shares(node) else value
-
-    @cached_property
-    def strides(self) -> Strides:
-        return find_strides(self.graph)
 
     def _shares(self, node: Node) -> bool:
         return is_view(node) and node.name not in self.strides.copying
@@ -155,7 +161,7 @@ class _Forward:
         source, sink = number("source"), number("sink")
         for node in self.calls:
             call = number(node.name)
-            if node.name in ends or (what == "cheap" and op_class(node.op) not in _CHEAP):
+            if node.name in ends or op_class(node.op) not in LEVELS[what]:
                 flow.add_arc_with_capacity(source, call, never)
             for value in dict.fromkeys(v for v in node.inputs if v.node in self.at):
                 flow.add_arc_with_capacity(number((value, "out")), call, never)
@@ -191,15 +197,15 @@ class _Forward:
         self, part: Sequence[Node], cuts: Mapping[What, tuple[frozenset[str], frozenset[Value]]]
     ) -> Block | None:
         mine = frozenset(node.name for node in part)
-        plain = self._bytes(mine, (self.base[v] for v in self.needed))
+        found = {what: tuple(n.name for n in part if n.name in again) for what, (again, _) in cuts.items()}
+        plain = least = self._bytes(mine, (self.base[v] for v in self.needed))
         calls: dict[What, tuple[str, ...]] = {}
         bytes_: dict[What, int] = {}
-        least = plain
-        for what, (again, kept) in cuts.items():
+        for what, (_, kept) in cuts.items():
             nbytes = self._bytes(mine, kept)
-            if nbytes < least - LEAST * plain:
-                calls[what], bytes_[what] = tuple(n.name for n in part if n.name in again), nbytes
-                least = nbytes
+            worth = least - nbytes > min(LEAST[0] * plain, LEAST[1] * least)
+            if worth and (what == "all" or found[what] != found["all"]):
+                calls[what], bytes_[what], least = found[what], nbytes, nbytes
         if not calls:
             return None
         modules = [n.module for n in part if n.module] or [""]

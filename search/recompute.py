@@ -1,7 +1,7 @@
 """How much of the forward pass is repeated in the backward pass: nothing where all fits; else as little as will do.
 
-Steps, in order: of the first, second, ... last block what is cheap to repeat; then of the first, second, ... last block
-all of it (``blocks``). Early blocks come first: what the last one drops is made again at once, when memory is fullest.
+Steps, in order: of the first, second, ... last block what is cheap to repeat; block by block again, products, too;
+then all (``blocks``). Early blocks come first: what the last one drops is made again at once, when memory is fullest.
 A plan takes the fewest steps with which it fits (``thinned``), by bisection with the ledger as the judge.
 
 Two moments ask for it. Nothing fits: the whole search is made again for the step in which all steps are taken, memory
@@ -95,7 +95,7 @@ def if_kept(problem: Problem, found: Found) -> dict[str, list[int]]:
 def thinned(problem: Problem, found: Found) -> Found:
     """The same strategies and sizes with the fewest steps that fit; ``found`` itself fits with all of them."""
     assert found.fits
-    blocks, graph = find_blocks(problem.choices.graph), problem.choices.graph
+    blocks, graph = _blocks(problem), problem.choices.graph
     needs = find_needs(graph, found.strategies, regather=found.regather)
     too_few, enough, best = -1, len(steps_of(blocks)), found
     while enough - too_few > 1:
@@ -112,7 +112,7 @@ def thinned(problem: Problem, found: Found) -> Found:
 
 def _repeating(search: Search, limits: Limits) -> Search | None:
     """The same search where every step is taken; None if there is none."""
-    blocks = find_blocks(search.problem.choices.graph)
+    blocks = _blocks(search.problem)
     everything = after_steps(blocks, len(steps_of(blocks)))
     if not everything or search.problem.recomputed:
         return None
@@ -120,6 +120,10 @@ def _repeating(search: Search, limits: Limits) -> Search | None:
     if "bound_s" in search.__dict__:  # repeating calls makes no step shorter
         other.__dict__["bound_s"] = search.bound_s
     return other
+
+
+def _blocks(problem: Problem) -> tuple[Block, ...]:
+    return find_blocks(problem.choices.graph, problem.facts.evaluator.strides)
 
 
 def _state_fits(problem: Problem) -> bool:
@@ -140,7 +144,7 @@ def _is_crowded(problem: Problem) -> bool:
     graph, devices = problem.choices.graph, problem.cluster.devices
     trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
     state = sum(2 * nbytes + optimizer_state_bytes(problem.optimizer, nbytes) for nbytes in trained)
-    blocks = find_blocks(graph)
+    blocks = _blocks(problem)
     plain = sum(b.plain_bytes for b in blocks)
     least = sum(min(b.kept_bytes.values()) for b in blocks) + max((b.plain_bytes for b in blocks), default=0)
     room = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64) - state

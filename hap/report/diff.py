@@ -113,6 +113,8 @@ def _decisions(a: Plan, b: Plan) -> Iterator[str]:
     yield from _shares(a, b)
     yield from _uses(a, b)
     yield from _calls(a, b)
+    if a.recomputed != b.recomputed:
+        yield f"computed again in the backward pass: {_repeated(a)}; now {_repeated(b)}"
     if a.devices != b.devices:
         gone = [d for d in a.devices if d not in b.devices]
         new = [d for d in b.devices if d not in a.devices]
@@ -121,6 +123,12 @@ def _decisions(a: Plan, b: Plan) -> Iterator[str]:
             if gone or new
             else ("devices: in another order")
         )
+
+
+def _repeated(plan: Plan) -> str:
+    kinds = Counter(r.what for r in plan.recomputed)
+    calls = counted(len(plan.repeated), "call")
+    return f"{calls} of {counted(sum(kinds.values()), 'block')}" if kinds else "nothing"
 
 
 def _listed(devices: list[str], word: str) -> str:

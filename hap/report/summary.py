@@ -45,6 +45,7 @@ SPLIT = "used in shards (tensor parallel)"
 MOVED = "sharded, dealt out anew for use"
 SLICED = "copied, used in shards"
 FULL = 0.9  # of a device's memory: worth a word
+REPEATED = {"all": "", "products": "all but attention and convolutions of ", "cheap": "what is cheap of "}
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,13 @@ def _headline(plan: Plan) -> Iterator[str]:
 
 def what_is_repeated(plan: Plan) -> str:
     """Which blocks are computed again in the backward pass, and what that saves; nothing of a plan that keeps all."""
-    blocks = {what: sum(r.what == what for r in plan.recomputed) for what in ("all", "cheap")}
-    parts = [
-        f"{words}{counted(count, 'block')}"
-        for words, count in (("", blocks["all"]), ("what is cheap of ", blocks["cheap"]))
-        if count
-    ]
+    kinds = Counter(r.what for r in plan.recomputed)
+    parts = [f"{words}{counted(kinds[what], 'block')}" for what, words in REPEATED.items() if kinds[what]]
     if not parts:
         return ""
-    text = f"computed again in the backward pass instead of being kept: {' and '.join(parts)}"
+    text = f"computed again in the backward pass instead of being kept: {listed(parts)}"
     kept = plan.provenance.solver.get("kept_memory_bytes")
-    if not isinstance(kept, list) or len(kept) != plan.world_size:
+    if not isinstance(kept, list) or len(kept) != plan.world_size or not all(isinstance(n, int) for n in kept):
         return text
     saved = [then - now for then, now in zip(kept, plan.predicted.memory_bytes, strict=True)]
     rank = saved.index(max(saved))

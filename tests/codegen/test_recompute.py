@@ -16,15 +16,18 @@ from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.runner import Outcome, run_passes, standard_passes
 from hap.codegen.program import Call, Convert, Program, verify_program
 from hap.codegen.source import to_python
+from hap.cost_models.evaluate import evaluate
 from hap.cost_models.order import program_parts, repeats
 from hap.errors import PlanError
 from hap.graph import Value
 from hap.plan import Plan, Recomputed, Strategy
+from hap.rules.choices import replicated
 from hap.runtime.lockstep import run_lockstep
 from tests._support import cases, gpt2
 from tests._support.plans import make_plan, random_sizes, random_strategies, replicated_plan
 from tests.codegen.test_lockstep import small
-from tests.cost_models.build import relu_step
+from tests.cost_models.build import IDEAL, relu_step
+from tests.search.models import cluster
 
 REST = ("sink", "bucket", "prefetch", "overlap")
 PLANS = {
@@ -171,6 +174,20 @@ def test_the_cost_models_know_what_runs(name: str, step: int) -> None:
     told = [m.name for n in program_parts(graph)[2] for m in (*again.get(n.name, ()), n)]
     assert ran(repeated(plan, calls)) == told
     assert len(told) > len(program_parts(graph)[2])
+
+
+def test_the_clock_counts_what_is_repeated() -> None:
+    """On an ideal device of one FLOP and one byte a nanosecond: the product reads 192 bytes and writes 128, which its
+    256 operations take less than; ReLU reads and writes 128. What is repeated counts as compute, and the peak stays:
+    ReLU's result is there with its gradient, whenever it was made."""
+    graph = relu_step()
+    strategies = {n.name: replicated(n) for n in graph.nodes}
+    on = cluster((0.001, "1GB"), memory_bandwidth="1GB/s")
+    plain, again = (evaluate(graph, strategies, {}, on, recomputed=calls, model=IDEAL) for calls in ((), ("a", "b")))
+    launches = 2 * on.devices[0].launch_s
+    assert again.step_s - plain.step_s == pytest.approx((192 + 128 + 128 + 128) * 1e-9 + launches, rel=1e-6)
+    assert again.compute_s[0] - plain.compute_s[0] == pytest.approx(again.step_s - plain.step_s)
+    assert again.memory_bytes == plain.memory_bytes
 
 
 # ------------------------------------------------------------------------------------------------ the runner

@@ -17,9 +17,10 @@ import torch
 
 from hap.capture import interpret, source_values
 from hap.codegen.lowering import lower
+from hap.codegen.passes.recompute import recompute_calls
 from hap.errors import PlanError
 from hap.graph import Graph, Value
-from hap.plan import Plan
+from hap.plan import Plan, Recomputed
 from hap.rules.choices import choices
 from hap.runtime.lockstep import run_lockstep
 from hap.search import plan_graph
@@ -42,6 +43,8 @@ def small() -> tuple[Graph, Values, tuple[str, ...]]:
     for regather in (False, True):
         drawn = random_strategies(found, source)
         plans.append(make_plan(found, drawn, random_sizes(found, 3, source), regather=regather))
+    calls = tuple(n.name for n in graph.nodes if n.phase == "forward" and not n.is_source)
+    plans.append(plans[0].model_copy(update={"recomputed": (Recomputed(block="model", what="all", calls=calls),)}))
     return graph, interpret(graph, source_values(graph, model, batch, tangent=1.3)), tuple(p.to_json() for p in plans)
 
 
@@ -68,7 +71,7 @@ def fuzz(
             continue
         assert Plan.from_json(plan.to_json()) == plan
         try:
-            program = lower(graph, plan)
+            program = recompute_calls(lower(graph, plan))
         except PlanError as e:
             assert "\n" not in str(e)
             became["refused for the graph"] += 1

@@ -78,6 +78,44 @@ def train_gpt2(rank: int, plans: dict[str, Plan]) -> Errors:
     return found
 
 
+def peaks(rank: int, plans: list[Plan]) -> list[int]:
+    """Bytes at the fullest moment of forward and backward, parameters and inputs included."""
+    return [peak(plan) for plan in plans]
+
+
+def peak(plan: Plan) -> int:
+    program = hap.compile(
+        gpt2.build(),
+        plan=plan,
+        example_inputs=(gpt2.batch(),),
+        example_targets=gpt2.batch(),
+        loss_fn=gpt2.lm_loss,
+        passes_off=PLAIN,
+    )
+    (ids,), labels = program.shard_batch((gpt2.batch(1),), gpt2.batch(1))
+    given = ids.clone(), labels.clone()
+    seen = Allocations()
+    seen.keep((*program.parameters(), *program.buffers(), *given))
+    with seen:
+        program(given[0], targets=(given[1],)).backward()
+    return seen.peak
+
+
+def test_the_ledger_knows_what_unequal_ranks_hold() -> None:
+    """Parameters in shards and gathered again, the batch dealt 5:0:3: the rank with most of it, with nothing repeated
+    and with all that blocks offer, within 5 %."""
+    graph, plain = gpt2.graph(), cases.zero((5, 0, 3), regather=True)
+    strategies = {name: Strategy.parse(text) for name, text in plain.strategies.items()}
+    needs = find_needs(graph, strategies, regather=True)
+    plans = [plain, repeating(plain, graph)]
+    held, *_ = run_ranks(3, peaks, plans)
+    for plan, measured_bytes in zip(plans, held, strict=True):
+        again = repeats(graph, strategies, plan.repeated)
+        foretold = memory_use(graph, strategies, plan.sizes, needs, 3, "sgd", again=again).peak_bytes
+        assert measured_bytes == pytest.approx(foretold[0], rel=0.05)
+    assert held[1] < 0.9 * held[0]
+
+
 def test_gpt2_equals_one_device() -> None:
     for rank in run_ranks(3, train_gpt2, gpt2_plans()):
         for name, errors in rank.items():
@@ -96,20 +134,20 @@ def heads_plan() -> Plan:
 def train_with_dropout(rank: int, plan: Plan) -> list[float]:
     program, model = hap.compile(heads(False), plan=plan, example_inputs=batch(0)), heads(False)
     errors: list[float] = []
-    for step in range(2):
-        model.zero_grad()
+    for step, size in enumerate((8, 8, 5)):
+        model.zero_grad(), program.zero_grad()
         with SameMasks(program.dropout_seed):
-            model(**batch(step))["loss"].backward()
-        program.zero_grad()
-        program(**program.shard_batch(batch(step))).backward()
+            model(**batch(step, size))["loss"].backward()
+        program(**program.shard_batch(batch(step, size))).backward()
         gradients = program.full_gradients()
         errors += [apart(gradients[n], p.grad) for n, p in model.named_parameters()]
     return errors
 
 
 def test_a_repeated_dropout_drops_the_same() -> None:
+    """Also in a last, smaller batch, to which the plan is carried over."""
     for errors in run_ranks(3, train_with_dropout, heads_plan()):
-        assert len(errors) == 2 * 10 and max(errors) < TOLERANCE
+        assert len(errors) == 3 * 10 and max(errors) < TOLERANCE
 
 
 class Stages(nn.Module):
@@ -208,19 +246,17 @@ def deep_graph() -> Graph:
 
 
 def test_less_is_held_and_the_ledger_knows_how_much(deep_graph: Graph) -> None:
-    """Nothing repeated, what is cheap, and all of it: each time the peak is foretold within 5 %."""
+    """Nothing repeated, what is cheap, and all that blocks offer: each time the peak is foretold within 5 %."""
     blocks, plain = find_blocks(deep_graph), replicated_plan(deep_graph)
     strategies = {name: Strategy.parse(text) for name, text in plain.strategies.items()}
+    needs = find_needs(deep_graph, strategies)
+    cheap = [name for b in blocks for name in b.calls.get("cheap", ())]
+    most = [name for b in blocks for name in list(b.calls.values())[-1]]
     peaks = []
-    for what in (None, "cheap", "all"):
-        calls = tuple(name for b in blocks for name in (b.calls.get(what, ()) if what else ()))
-        plan = plain.model_copy(
-            update={"recomputed": (Recomputed(block="", what="all", calls=calls),) if calls else ()}
-        )
+    for calls in ((), tuple(cheap), tuple(most)):
+        plan = plain.model_copy(update={"recomputed": (Recomputed(block="", what="all", calls=calls),)})
         again = repeats(deep_graph, strategies, calls)
-        (foretold,) = memory_use(
-            deep_graph, strategies, {}, find_needs(deep_graph, strategies), 1, "sgd", again=again
-        ).peak_bytes
+        (foretold,) = memory_use(deep_graph, strategies, {}, needs, 1, "sgd", again=again).peak_bytes
         peaks.append(measured(plan))
-        assert foretold == pytest.approx(peaks[-1], rel=0.05), what
-    assert peaks[1] < 0.65 * peaks[0] and peaks[2] < 0.4 * peaks[0]
+        assert foretold == pytest.approx(peaks[-1], rel=0.05)
+    assert peaks[1] < 0.65 * peaks[0] and peaks[2] < 0.5 * peaks[0]

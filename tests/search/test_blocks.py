@@ -75,8 +75,11 @@ def test_a_relu_is_not_worth_repeating() -> None:
 
 
 def test_layers_of_gpt2_are_found_without_their_names() -> None:
-    """Both layers, in one block or in two each, and cut alike."""
+    """Both layers, in one block or in two each, and cut alike: in between, what attention made may be kept."""
     graph = gpt2.graph()
     blocks = [b for b in find_blocks(graph) if "attention" in ops(graph, b.calls.get("all", ()))]
     assert len(blocks) == 2
-    assert all(b.kept_bytes["all"] == 8 * gpt2.BATCH * gpt2.LENGTH * gpt2.WIDTH for b in blocks)
+    tokens = 8 * gpt2.BATCH * gpt2.LENGTH  # bytes of a number for each
+    assert all(b.kept_bytes["all"] == tokens * gpt2.WIDTH for b in blocks)
+    assert all(b.kept_bytes["products"] == tokens * (2 * gpt2.WIDTH + gpt2.HEADS) for b in blocks)
+    assert all("attention" not in ops(graph, b.calls["products"]) for b in blocks)

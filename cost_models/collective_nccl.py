@@ -9,7 +9,7 @@ protocol, ``Simple`` is the ring by Simple, the pair with the most bandwidth:
     reduce_scatter  padded      dealt evenly:  min over lines of latency + B (s_per_byte - Simple's s_per_byte)
     all_gather      broadcast   N calls on one stream: min over protocols of N bases + a ring's hops + B / bandwidth
     the rest                    one call of Simple for each round of messages (``hap.runtime.p2p``); a schedule that
-                                passes segments on has one round for each of the most that an owner has
+                                passes segments on has a round for each that the largest owner has
 
 Each is a constant, concave in B, and stages proportional to B and affine in the shares, as the search wants it: a
 straight line between two sizes is never above it.
@@ -120,18 +120,23 @@ def _copies(p: Problem) -> Stage:
 
 
 def _by_rounds(form: CollectiveForm, p: Problem, kind: Collective, way: Way) -> CollectiveForm:
-    """Each round is a call of its own, which the formula of a stream of messages does not know."""
+    """Each round is a call of its own, which the formula of a stream of messages does not know. A sum goes up and down
+    in every round, which then waits for its messages. Of shards passed on, owners that send in the same rounds wait
+    for each other; what one of them sends alone comes in without a pause. So calls count for the largest shard, waiting
+    for an even one."""
     assert isinstance(p.fabric, Fabric), "routes are of ranks, not of classes"
     depth, segments = route_loads(way, p.fabric).depth, p.nbytes / SEGMENT_BYTES
-    round_s = ROUND_CALL_S + p.fabric.largest_latency_s
+    wait_s = p.fabric.largest_latency_s
     if kind == "all_reduce":
-        rounds = segments / len(segment_owners(way, p.n))
-        return replace(form, constant_s=form.constant_s + (2 * depth - 1) * ROUND_CALL_S + rounds * round_s)
+        turns = segments / len(segment_owners(way, p.n))
+        rounds_s = (2 * depth - 1) * ROUND_CALL_S + turns * (ROUND_CALL_S + wait_s)
+        return replace(form, constant_s=form.constant_s + rounds_s)
     if depth == 1:
         return form
-    turns = segments * round_s
-    stage = p.by_rank(source=turns) if kind == "all_gather" else p.by_rank(target=turns)
-    return CollectiveForm(form.constant_s + (depth - 1) * ROUND_CALL_S, (*form.stages, stage))
+    calls = segments * ROUND_CALL_S
+    stage = p.by_rank(source=calls) if kind == "all_gather" else p.by_rank(target=calls)
+    constant_s = form.constant_s + (depth - 1) * ROUND_CALL_S + segments / p.n * wait_s
+    return CollectiveForm(constant_s, (*form.stages, stage))
 
 
 def _whole(cluster: Cluster) -> ClusterSpec:

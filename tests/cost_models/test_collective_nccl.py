@@ -160,12 +160,15 @@ def test_every_round_is_a_call() -> None:
     assert seconds("all_reduce", way, nbytes, DGX) == pytest.approx(2 * round_s + wire + 12.5 * round_s)
 
 
-def test_a_relay_has_a_round_for_every_segment_of_the_largest_shard() -> None:
-    """Depth 2; 64 segments in all, 4 of 16 atoms are 16 of them."""
+def test_a_relay_calls_for_every_segment_of_the_largest_shard() -> None:
+    """Depth 2; 64 segments in all, 4 of 16 atoms are 16 of them. An even shard has 8, which wait 14 us each."""
     nbytes, sizes = 64 * SEGMENT_BYTES, (4, 2, 2, 2, 2, 2, 1, 1)
-    form = collective_coefficients("all_gather", "relay[0,1]", nbytes, *SIDES["all_gather"], PAIR)
-    turns = form.stages[-1].seconds(np.array(sizes) / 16, np.zeros(8))
-    assert turns == pytest.approx(16 * (8.4 + 14) * US)
+    form, small = (
+        collective_coefficients("all_gather", "relay[0,1]", n, *SIDES["all_gather"], PAIR) for n in (nbytes, 8)
+    )
+    assert form.stages[-1].seconds(np.array(sizes) / 16, np.zeros(8)) == pytest.approx(16 * 8.4 * US)
+    again = SEGMENT_BYTES / 25e9  # the last segment once more
+    assert form.constant_s - small.constant_s == pytest.approx(8 * 14 * US + again, rel=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ what search needs

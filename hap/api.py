@@ -35,6 +35,7 @@ from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.judge import default_passes, played
+from hap.search.limits import Method
 from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
 from hap.whatif import explained
@@ -59,6 +60,7 @@ def plan(
     effort: Effort = "normal",
     budget_s: float | None = None,
     profile: ProfileLike | None = None,
+    method: Method = "milp",
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
 
@@ -69,13 +71,14 @@ def plan(
     fixes decisions, ``effort`` (``quick`` or ``normal``) says how long to search. Under ``torch.autocast`` its casts
     are part of the step. ``profile`` (a ``Profile`` or a file that ``hap profile`` wrote on this cluster) replaces the
     description's speeds by measured ones. ``budget_s``: seconds of search after which the best plan so far is taken;
-    the plan then says so, and is not reproducible, which a plan that the budget did not stop is.
+    the plan then says so, and is not reproducible, which a plan that the budget did not stop is. ``method``: ``milp``,
+    or ``astar`` to have the strategies synthesised, which takes longer.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
-    return _decide(graph, spec, optimizer, pins, effort, budget_s)
+    return _decide(graph, spec, optimizer, pins, effort, budget_s, method)
 
 
 def compile(
@@ -178,11 +181,19 @@ def simulate(
 
 
 def _decide(
-    graph: Graph, cluster: ClusterSpec, optimizer: str, pins: Pins | None, effort: Effort, budget_s: float | None
+    graph: Graph,
+    cluster: ClusterSpec,
+    optimizer: str,
+    pins: Pins | None,
+    effort: Effort,
+    budget_s: float | None,
+    method: Method = "milp",
 ) -> Plan:
     """The plan with its explanation: the same bytes, and so the same checksum, from ``plan`` and from ``compile``."""
     possible = choices(graph)
-    found = plan_graph(possible, cluster, optimizer=optimizer, pins=pins, effort=effort, budget_s=budget_s)
+    found = plan_graph(
+        possible, cluster, optimizer=optimizer, pins=pins, effort=effort, budget_s=budget_s, method=method
+    )
     if forced := tuple(map(str, find_forced(possible))):
         made = found.provenance.model_copy(update={"assumptions": (*found.provenance.assumptions, *forced)})
         found = found.model_copy(update={"provenance": made})

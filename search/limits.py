@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Effort = Literal["quick", "normal"]
+Method = Literal["milp", "astar"]  # who chooses the strategies
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from hap.search.assemble import assemble_plan
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import finest
-from hap.search.limits import LIMITS, Effort, Limits
+from hap.search.limits import LIMITS, Effort, Limits, Method
 from hap.search.pins import Pins
 from hap.search.problem import Problem
 from hap.search.progress import OutOfTime, Progress
@@ -35,6 +35,7 @@ from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
 from hap.search.strategies import BEHIND, Chooser
+from hap.search.synthesis import Synthesiser
 from hap.units import format_time
 
 __all__ = ["Effort", "Search", "plan_graph"]
@@ -52,16 +53,20 @@ def plan_graph(
     model_name: str | None = None,
     effort: Effort = "normal",
     budget_s: float | None = None,
+    method: Method = "milp",
 ) -> Plan:
     """The best plan found for one training step of ``choices.graph`` on ``cluster``.
 
+    ``method``: strategies are chosen by an integer program, or synthesised by A* (``synthesis``): both are exact at
+    given sizes, so plans cost alike, but A* takes longer.
     On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,
     if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work; ``provenance.solver`` then
     says ``stopped``, and names the budget if that was it. InfeasibleError if nothing fits, with the numbers; PlanError
     for a pin or a budget that makes no sense, or if the budget ended before a plan was found.
     """
     progress = Progress(budget_s=budget_s)
-    search = Search(Problem.state(choices, cluster, optimizer, pins or Pins()), LIMITS[effort], progress=progress)
+    problem = Problem.state(choices, cluster, optimizer, pins or Pins())
+    search = Search(problem, LIMITS[effort], progress=progress, method=method)
     best, overlapped_s, advice = None, None, None
     stopped: dict[str, Any] = {}
     try:
@@ -109,9 +114,11 @@ class Search:
     rounds: int = 0
     starts: int = 0
     progress: Progress = field(default_factory=Progress)
+    method: Method = "milp"
 
     def __post_init__(self) -> None:
-        self.chooser = Chooser(self.problem, self.limits, check=self.progress.check)
+        kind = Synthesiser if self.method == "astar" else Chooser
+        self.chooser = kind(self.problem, self.limits, check=self.progress.check)
         self.met: list[Found] = []
 
     @cached_property
@@ -208,6 +215,7 @@ class Search:
             "milps": self.chooser.milps,
             "node_classes": len(self.problem.classes.nodes),
             "regather": best.regather,
+            **({} if self.method == "milp" else {"method": self.method}),
         }
 
 

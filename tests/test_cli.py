@@ -131,7 +131,7 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
         (["--budget-s", "1e-9"], "error: no plan was found within the budget of 1ns; give more, or no budget"),
         (
             ["--budget-s", "9", "--without", "a"],
-            "error: --add, --without and --link compare clusters; leave out --out, --profile and --budget-s",
+            "error: --add, --without and --link compare clusters; leave out --out, --profile, --budget-s and --method",
         ),
     ],
 )

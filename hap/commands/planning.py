@@ -20,6 +20,10 @@ def plan(
     seq: SequenceLength = None,
     optimizer: Annotated[str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, ...")] = "adamw",
     effort: Annotated[Literal["quick", "normal"], typer.Option(help="How long to search.")] = "normal",
+    method: Annotated[
+        Literal["milp", "astar"],
+        typer.Option(help="Strategies by an integer program, or synthesised by A*, which takes longer."),
+    ] = "milp",
     budget_s: Annotated[
         float | None,
         typer.Option("--budget-s", metavar="SECONDS", help="Take the best plan found by then; not reproducible."),
@@ -51,8 +55,9 @@ def plan(
     """
     changes = [*(("add", a) for a in add or ()), *(("without", w) for w in without or ())]
     changes += [("link", entry) for entry in link or ()]
-    if changes and (out, profile, budget_s) != (None, None, None):
-        raise HapError("--add, --without and --link compare clusters; leave out --out, --profile and --budget-s")
+    if changes and (out, profile, budget_s, method) != (None, None, None, "milp"):
+        unfit = "--out, --profile, --budget-s and --method"
+        raise HapError(f"--add, --without and --link compare clusters; leave out {unfit}")
     built = shared.build(model, hf, batch, seq)
     from hap import api
     from hap.cluster import ClusterSpec
@@ -76,6 +81,7 @@ def plan(
             effort=effort,
             budget_s=budget_s,
             profile=profile,
+            method=method,
         )
     from hap.report.summary import summarize
 

@@ -23,7 +23,7 @@ RECORDED = 5  # steps of a round whose sections are recorded, unstretched
 RECORDINGS = 3  # rounds, between which the other plans run
 WARM = 2
 BLOCK = 3  # steps of one plan in a round
-PLAIN = ("sink", "bucket", "prefetch", "overlap")  # as the plan is written: nothing is moved, joined or hidden
+PLAIN = ("hoist", "sink", "bucket", "prefetch", "overlap")  # as the plan is written: nothing is moved, joined or hidden
 
 
 class Run(NamedTuple):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from hap.codegen.passes.bucket import LIMIT_BYTES, Choose, bucket_collectives
 from hap.codegen.passes.fuse import fuse_calls
+from hap.codegen.passes.hoist import hoist_batch_sums
 from hap.codegen.passes.overlap import AHEAD, overlap_collectives, prefetch_parameters
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.recompute import recompute_calls
@@ -84,6 +85,7 @@ def standard_passes(
         Pass("dead_code", remove_dead_code),
         Pass("recompute", recompute_calls),
         Pass("fuse", fuse_calls),
+        Pass("hoist", hoist_batch_sums),
         Pass("sink", sink_results),
         Pass("bucket", partial(bucket_collectives, limit_bytes=limit_bytes, choose=choose)),
         Pass("prefetch", partial(prefetch_parameters, ahead=ahead)),

@@ -212,13 +212,16 @@ class Communicator:
         group: dist.ProcessGroup | None = None,
     ) -> Transfer | None:
         """Checked and ready to pack, for ``group`` instead of one's own; None where there is nobody to talk to."""
-        for value, found in zip(values, layouts, strict=True):
-            held = found[0] if kind in ("all_gather", "all_to_all") else None
-            self._verify(kind, decomposition, value, tuple(found), held)
+        call = (kind, decomposition, *((value.shape, value.dtype) for value in values), *map(tuple, layouts))
+        if self.check or call not in self._fitting:
+            for value, found in zip(values, layouts, strict=True):
+                held = found[0] if kind in ("all_gather", "all_to_all") else None
+                self._verify(kind, decomposition, value, tuple(found), held)
+            if kind in ("all_reduce", "reduce_scatter") and len({v.dtype for v in values}) > 1:
+                raise ProgramError(f"{kind}: sums of several dtypes cannot go together")
+            self._fitting.add(call)
         if self.group is None:
             return None
-        if kind in ("all_reduce", "reduce_scatter") and len({v.dtype for v in values}) > 1:
-            raise ProgramError(f"{kind}: sums of several dtypes cannot go together")
         for value, found in zip(values, layouts, strict=True):
             if kind == "all_to_all" and found[0].dim == found[1].dim and tuple(found) not in self._routes:
                 source, target = found

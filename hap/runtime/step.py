@@ -31,6 +31,7 @@ class Step:
         self.program, self.comm = program, comm
         self.forward_module, self.backward_module = to_graph_modules(program, comm.rank, comm.device)
         self._evaluation: fx.GraphModule | None = None
+        self._shared: tuple[str, ...] | None = None  # gradients that a backward part hands out in memory not their own
         self._updated = {s.name for s in program.sources_of("buffer") if s.target in program.updates}
         self._sources = [s.name for s in program.forward_sources]
         self._kept_sources = [name for name in program.saved if name in set(self._sources)]
@@ -58,7 +59,11 @@ class Step:
         """Gradient of this rank's share of each trainable parameter, each in memory of its own."""
         with self._uncast():
             gradients: dict[str, torch.Tensor] = self.backward_module(self.comm, saved, tangent)
-        return _separate(gradients)
+        if self._shared is None:
+            self._shared = _not_alone(gradients)
+        for name in self._shared:
+            gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)
+        return gradients
 
     def _uncast(self) -> contextlib.AbstractContextManager[None]:
         """No autocast may touch calls whose dtypes were fixed at capture."""
@@ -101,8 +106,9 @@ class RunStep(torch.autograd.Function):
         return (None, None, None, None, *(gradients.get(name) for name in ctx.names))
 
 
-def _separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of those gradients that overlap another or keep something larger alive.
+def _not_alone(gradients: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Those that overlap another or keep something larger alive: to be copied, in every step, since the program lays
+    its results out in the same way each time.
 
     Autograd keeps what it is given as ``.grad``, and clipping writes there. The gradients of one bundle stand side by
     side in its memory and stay there.
@@ -112,7 +118,7 @@ def _separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         storage = gradient.untyped_storage()
         used[storage.data_ptr()] = used.get(storage.data_ptr(), 0) + gradient.numel() * gradient.itemsize
     taken: dict[int, list[tuple[int, int]]] = {}
-    found: dict[str, torch.Tensor] = {}
+    found: list[str] = []
     for name, gradient in gradients.items():
         storage = gradient.untyped_storage()
         start = int(gradient.storage_offset()) * gradient.itemsize
@@ -120,8 +126,7 @@ def _separate(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ranges = taken.setdefault(storage.data_ptr(), [])
         alone = gradient.is_contiguous() and all(stop <= a or b <= start for a, b in ranges)
         if gradient.numel() and not (alone and used[storage.data_ptr()] == storage.nbytes()):
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            found.append(name)
         else:
             ranges.append((start, stop))
-        found[name] = gradient
-    return found
+    return tuple(found)

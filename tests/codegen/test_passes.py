@@ -29,7 +29,7 @@ from tests._support import cases, gpt2
 from tests._support.plans import make_plan, random_sizes, random_strategies
 from tests.codegen.test_lockstep import Small
 
-NAMES = ("renames", "dead_code", "recompute", "fuse", "sink", "bucket", "prefetch", "overlap")
+NAMES = ("renames", "dead_code", "recompute", "fuse", "hoist", "sink", "bucket", "prefetch", "overlap")
 
 
 @cache
@@ -276,7 +276,7 @@ def test_passes_are_timed_and_show_what_they_change() -> None:
 
 def test_a_pass_is_switched_off_by_its_name() -> None:
     outcome = run_passes(data_parallel(), standard_passes(), off=("bucket", "prefetch", "overlap"))
-    assert outcome.names == ("renames", "dead_code", "recompute", "fuse", "sink")
+    assert outcome.names == ("renames", "dead_code", "recompute", "fuse", "hoist", "sink")
     with pytest.raises(PlanError, match=rf"no pass 'melt'.*{', '.join(NAMES)}"):
         run_passes(data_parallel(), standard_passes(), off=("melt",))
 

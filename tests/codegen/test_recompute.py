@@ -29,7 +29,7 @@ from tests.codegen.test_lockstep import small
 from tests.cost_models.build import IDEAL, relu_step
 from tests.search.models import cluster
 
-REST = ("sink", "bucket", "prefetch", "overlap")
+REST = ("hoist", "sink", "bucket", "prefetch", "overlap")
 PLANS = {
     "data parallel": lambda: cases.data_parallel((5, 2, 1)),
     "zero": lambda: cases.zero((5, 2, 1)),

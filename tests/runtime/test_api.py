@@ -177,7 +177,7 @@ def test_python_source_is_that_of_the_program(tmp_path: Path) -> None:
 def test_a_compiled_program_tells_what_each_pass_changed() -> None:
     program = hap.compile(bigram(), ClusterSpec.from_yaml(ONE), **arguments(), passes_off=("overlap",))
     changes = {change.name: change for change in program.passes}
-    assert list(changes) == ["renames", "dead_code", "recompute", "fuse", "sink", "bucket", "prefetch"]
+    assert list(changes) == ["renames", "dead_code", "recompute", "fuse", "hoist", "sink", "bucket", "prefetch"]
     assert all(change.seconds > 0 for change in program.passes)
     assert "+    " in changes["fuse"].diff and "= aten.addmm.default(" in changes["fuse"].diff
     assert changes["bucket"].diff == "", "one device sends nothing"

@@ -19,7 +19,7 @@ from tests.search.models import cluster, mlp
 
 SMALL = mlp(batch=256, width=256)
 TALL = mlp(batch=1 << 20, width=64)  # gradients are nothing beside what they are made of
-EVERY_PASS = ("renames", "dead_code", "fuse", "sink", "bucket", "prefetch", "overlap")
+EVERY_PASS = ("renames", "dead_code", "fuse", "hoist", "sink", "bucket", "prefetch", "overlap")
 DATA_PARALLEL = Pins(placements={"*": "R", "args.0": "S(0)"})
 ZERO = Pins(placements={"*": "S(0)", "args.0": "S(0)"})
 

@@ -29,7 +29,7 @@ from typing import IO, Any
 from benchmarks.testbed import cgroup, network
 from benchmarks.testbed.errors import RankError
 
-WARM = ("torch", "torch.distributed", "numpy", "hap.api", "benchmarks.testbed.ranks")
+WARM = ("benchmarks.testbed.server", "torch", "torch.distributed", "numpy", "hap.api", "benchmarks.testbed.ranks")
 QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a namespace has no name server, and c10d would say so for every socket
     # What a step frees stays with the process, as in a GPU's caching allocator. Given back to the kernel, it would be

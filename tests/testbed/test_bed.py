@@ -270,3 +270,50 @@ def test_a_runner_that_is_ended_leaves_nothing_after_down(cluster_file: str, end
         assert traces(bed_id)[0] != ()
         assert main(["down", bed_id]) == 0
     assert traces(bed_id) == ((), (), ())
+
+
+PROGRAM = """
+import sys
+from benchmarks.testbed import Testbed
+from hap.cluster import ClusterSpec
+from tests.testbed.test_bed import never
+with Testbed(ClusterSpec.load(sys.argv[1]), sys.argv[2]) as bed:
+    bed.run(never)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "ending"),
+    [("deadline", signal.SIGKILL), ("quota", signal.SIGINT), ("quota", signal.SIGKILL)],
+    ids=lambda given: str(getattr(given, "name", given)),
+)
+def test_a_program_that_is_ended_takes_its_ranks_along(cluster_file: str, mode: str, ending: signal.Signals) -> None:
+    """Ranks that are functions, as in ``hap profile --testbed``: forked by a server, whose end is theirs."""
+    if mode == "quota" and cgroup.find() is None:
+        pytest.skip("no cpu cgroup that this process can write")
+    runner = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, cluster_file, mode],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=heed_interrupts,
+    )
+    try:
+        wait_for(lambda: [r for r in records() if r.owner is not None and r.owner.pid == runner.pid])
+        (bed_id,) = (r.bed_id for r in records() if r.owner is not None and r.owner.pid == runner.pid)
+
+        def ranks() -> list[int]:
+            return [p for n in network.existing() if bed_id in n for p in network.processes(n)]
+
+        wait_for(lambda: len(ranks()) == 2)
+        runner.send_signal(ending)
+        runner.wait(30)
+    finally:
+        runner.kill()
+        runner.wait()
+    wait_for(lambda: ranks() == [])
+    if ending == signal.SIGKILL:
+        assert traces(bed_id)[0] != ()
+        for _ in range(2):
+            assert main(["down", bed_id]) == 0
+    assert traces(bed_id) == ((), (), ())

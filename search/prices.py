@@ -53,7 +53,7 @@ class Facts:
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Facts:
         """The same with these calls made again in the backward pass; nothing else that is known depends on it."""
-        other = replace(self, recomputed=recomputed, _held={})
+        other = replace(self, recomputed=recomputed, _held={}, _alive={})
         for name in ("evaluator", "compute", "wires", "updates"):
             other.__dict__[name] = getattr(self, name)
         return other._knowing(self)
@@ -160,14 +160,38 @@ class Facts:
             return []
         kept = []
         for index, meta in enumerate(node.outputs):
-            spans = self.reads[Value(name, index)]
-            if meta is not None and spans and Value(name, index) not in self.homes:
+            value = Value(name, index)
+            spans = self.reads[value] if name in self.repeated else self._spans(value)
+            if meta is not None and spans and value not in self.homes:
                 kept.append((index, meta.nbytes, self._kept(name, spans)))
         return kept
 
+    def _spans(self, value: Value) -> Mapping[Phase, tuple[int, int]]:
+        """``reads`` with those by calls that are made again."""
+        spans = self.reads.get(value, {})
+        again = [self.again_at[user.name] for user, _ in self.graph.users.get(value, ()) if user.name in self.again_at]
+        if not again:
+            return spans
+        times = (*again, *spans.get("backward", ()))
+        return {**spans, "backward": (min(times), max(times))}
+
+    @cached_property
+    def again_at(self) -> Mapping[str, int]:
+        """Call that is made again -> the position before which it is: where the backward phase first needs it."""
+        found: dict[str, int] = {}
+        for node in reversed(self.graph.nodes if self.repeated else ()):
+            if node.name in self.repeated:
+                values = [Value(node.name, index) for index in range(len(node.outputs))]
+                times = [self.reads[v]["backward"][0] for v in values if "backward" in self.reads.get(v, {})]
+                users = (user.name for v in values for user, _ in self.graph.users.get(v, ()))
+                times += [found[name] for name in users if name in found]
+                if times:
+                    found[node.name] = min(times)
+        return found
+
     def _kept(self, name: str, spans: Mapping[Phase, tuple[int, int]]) -> Array:
         """The moments at which what a call makes is there: from the call to its last reader, or in each pass for its
-        own readers if it is made twice."""
+        own readers if it is made twice (what only repeated calls read then is gone at once)."""
         born = self.position[name]
         if name not in self.repeated or "backward" not in spans:
             return self.alive(born, max(last for _, last in spans.values()))
@@ -180,7 +204,7 @@ class Facts:
         return self._alive[value, copy]
 
     def _find_alive(self, value: Value, copy: str) -> Array:
-        spans = self.reads.get(value, {})
+        spans = self._spans(value)
         spans = {phase: span for phase, span in spans.items() if copy in ("", phase)}
         if not spans:
             return np.zeros((MOMENTS, 1))

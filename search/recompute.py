@@ -26,15 +26,17 @@ from hap.errors import InfeasibleError
 from hap.plan import Recomputed
 from hap.search.assemble import assemble_plan
 from hap.search.blocks import LEVELS, Block, What, find_blocks
-from hap.search.found import Found, overflow_bytes
+from hap.search.found import Found, best_of, overflow_bytes
 from hap.search.judge import TIE, finest, played
 from hap.search.limits import LIMITS, Limits
 from hap.search.problem import Problem
+from hap.search.refine import reshare
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
 FULL = 0.9  # of usable memory
+MOST_NODES = 3_000  # of a graph for which a plan that repeats is looked for beside one that fits
 
 
 def steps_of(blocks: tuple[Block, ...]) -> tuple[tuple[int, What], ...]:
@@ -71,16 +73,32 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
     if best.recomputed:
         best = thinned(search.problem, best)
         return best, None if overlapped_s is None else _played_s(search.problem, best)
-    if overlapped_s is None or not (_is_full(best) or _is_crowded(search.problem)):
+    small = len(search.problem.choices.graph.nodes) <= MOST_NODES
+    if overlapped_s is None or not small or not (_is_full(best) or _is_crowded(search.problem)):
         return best, overlapped_s
     again = _repeating(search, LIMITS["quick"])
-    first = None if again is None else again.glance()
-    if again is None or first is None or not first.fits:
+    first = None if again is None else _first(again, best)
+    if again is None or first is None:
         return best, overlapped_s
     found, _ = finest(again.chooser, first, again.met)
     found = thinned(again.problem, found)
     seconds = _played_s(again.problem, found)
     return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)
+
+
+def _first(again: Search, best: Found) -> Found | None:
+    """What a few programs find of plans that repeat calls: ``best`` itself, its shares dealt out anew, then its
+    strategies, and what the first start leads to. None if nothing fits."""
+    problem = again.problem
+    evaluation = problem.judge(best.strategies, best.sizes, best.regather)
+    same = replace(best, evaluation=evaluation, recomputed=problem.recomputed)
+    dealt = reshare(problem, same)
+    again.met += [same, dealt]
+    chosen = again.chooser.strategies(dealt.sizes, best.regather, best.left_out)
+    if chosen is not None:
+        again.met += [chosen, reshare(problem, chosen)]
+    again.glance()
+    return best_of(f for f in again.met if f.fits)
 
 
 def if_kept(problem: Problem, found: Found) -> dict[str, list[int]]:

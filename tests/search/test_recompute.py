@@ -13,11 +13,12 @@ from hap.graph import Graph
 from hap.plan import Plan, Strategy
 from hap.report.explain import explain
 from hap.report.summary import summarize
-from hap.rules.choices import Choices, choices
-from hap.search import plan_graph
+from hap.rules.choices import Choices, choices, replicated
+from hap.search import Pins, plan_graph
 from hap.search.blocks import find_blocks
 from hap.search.found import Found
 from hap.search.planner import Search
+from hap.search.problem import Problem
 from hap.search.recompute import after_steps, or_repeating, steps_of
 from tests.search.models import cluster
 from tests.search.test_blocks import LAYERS, tower
@@ -92,6 +93,19 @@ def test_less_memory_takes_more_steps_and_more_seconds() -> None:
     assert [taken(p) for p in plans] == sorted(taken(p) for p in plans)
     seconds = [p.predicted.as_run_s for p in plans]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+
+
+def test_the_integer_program_sees_nearly_what_the_ledger_finds() -> None:
+    """At its few moments; never more, so that nothing is given up that would fit."""
+    everything = after_steps(find_blocks(tower()), 2 * LAYERS)
+    whole = {n.name: replicated(n) for n in tower().nodes}
+    plain = Problem.state(found(), cluster((10, "1GB")), "adamw", Pins())
+    for problem in (plain, plain.repeating(everything)):
+        held = [problem.facts.held(name, strategy) for name, strategy in whole.items()]
+        seen = sum(nbytes * moments[:, 0] for kept in held for _, nbytes, moments in kept).max()  # type: ignore[union-attr]
+        (peak,) = problem.judge(whole, {}, False).memory_bytes
+        assert 0.85 * peak < seen <= peak
+    assert peak < 0.7 * needed()
 
 
 def test_what_does_not_fit_even_so_is_refused_in_one_line() -> None:

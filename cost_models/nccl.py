@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 Algorithm = Literal["ring", "tree"]
@@ -112,6 +113,7 @@ def seconds(kind: Kind, algorithm: Algorithm, protocol: Protocol, nbytes: float,
     return _line(kind, algorithm, protocol, comm).seconds(nbytes)
 
 
+@lru_cache(maxsize=64)
 def lines(kind: Kind, comm: Communicator) -> tuple[Line, ...]:
     """Every way that NCCL would consider, rings first."""
     algorithms: tuple[Algorithm, ...] = ("ring", "tree") if kind == "all_reduce" else ("ring",)
@@ -154,11 +156,6 @@ def _tree_latency_s(protocol: Protocol, comm: Communicator) -> float:
     inside = 0.0 if comm.inside is None else _hop_s("tree", comm.inside, protocol)
     between = network_hop_s("tree", protocol, comm.network_latency_s)
     return base_s("tree", protocol) + 2 * (chain * inside + (comm.hosts.bit_length() - 1) * between)
-
-
-def inside_hop_s(inside: Inside, protocol: Protocol) -> float:
-    """One message between two ranks of a host."""
-    return _hop_s("ring", inside, protocol)
 
 
 def network_hop_s(algorithm: Algorithm, protocol: Protocol, stated_s: float) -> float:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hap.cost_models.nccl import Communicator, fastest, seconds
+from hap.cost_models.nccl import Communicator, fastest, generation_of, seconds
 
 ONE = Communicator(8, 1, "nvlink", 240e9, "ampere")
 TWO = Communicator(16, 2, "nvlink", 25e9, "ampere")
@@ -60,3 +60,44 @@ def test_over_many_hosts_a_tree_wins_while_messages_are_small() -> None:
 
 def test_one_rank_waits_for_nobody() -> None:
     assert fastest("all_reduce", 1e9, Communicator(1, 1, "pcie", 1e9, "volta")).seconds == 0.0
+
+
+def test_a_rank_alone_on_its_host_waits_for_every_hop() -> None:
+    """6.6 + 3 * 5.0, the tree's hop. Of 25 us stated count the 20 that LL's hop has not: 6.6 + 3 * 25, and by Simple
+    8.4 + 3 * (14 + 20)."""
+    alone, far = (Communicator(4, 4, None, 1e9, "ampere", network_latency_s=s) for s in (3e-6, 25e-6))
+    assert seconds("all_gather", "ring", "LL", 0, alone) == pytest.approx(21.6e-6)
+    assert seconds("all_gather", "ring", "LL", 0, far) == pytest.approx(81.6e-6)
+    assert seconds("all_gather", "ring", "Simple", 0, far) == pytest.approx(110.4e-6)
+
+
+def test_steps_inside_hosts_are_handed_to_the_network_too() -> None:
+    """Not 0.6 but 1 us for each of 14 steps, and one between hosts: 6.6 + 14 + 2.7."""
+    assert seconds("all_gather", "ring", "LL", 0, TWO) == pytest.approx(23.3e-6)
+
+
+def test_the_largest_host_has_the_longest_chain() -> None:
+    """Of 8 and 2: 6.8 + 2 * (7 * 0.6 + 5.0). Five hosts are two levels of a tree: 6.8 + 2 * (0.6 + 2 * 5.0)."""
+    uneven = Communicator(10, 2, "nvlink", 25e9, "ampere", most_on_a_host=8)
+    assert seconds("all_reduce", "tree", "LL", 0, uneven) == pytest.approx(25.2e-6)
+    five = Communicator(10, 5, "nvlink", 25e9, "ampere")
+    assert seconds("all_reduce", "tree", "LL", 0, five) == pytest.approx(28.0e-6)
+
+
+def test_ll_between_hosts_has_the_cap_of_the_slower_processor() -> None:
+    """15 / 16 of 22.5 MB at 22.5 GB/s, not half of 100."""
+    fast = Communicator(16, 2, "nvlink", 100e9, "hopper")
+    assert seconds("all_gather", "ring", "LL", 22.5e6, fast) == pytest.approx(23.3e-6 + 937.5e-6)
+
+
+def test_unlike_gpus_do_without_ll128() -> None:
+    mixed = Communicator(8, 1, "nvlink", 240e9, "ampere", ll128=False)
+    assert {fastest("all_reduce", 10.0**k, mixed).protocol for k in range(1, 11)} == {"LL", "Simple"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "column"),
+    [(60, "volta"), (75, "volta"), (80, "ampere"), (89, "ampere"), (90, "hopper"), (103, "blackwell")],
+)
+def test_generations_are_those_of_the_tables(capability: int, column: str) -> None:
+    assert generation_of(capability) == column

@@ -1,8 +1,8 @@
 """Timing links and collectives. Everything here is collective: every rank calls it at the same time.
 
-A link is measured by its receiver alone: it asks, the sender answers with so many bytes. A collective is timed by all
-on one clock (rank 0's, to which each rank measures its offset): from the moment when the last rank enters the wire to
-that when the last leaves it. Packing and joining are told apart from the wire by the communicator's pace.
+A link is measured by its receiver alone: it asks for so many bytes, the sender answers with them. A collective is timed
+by all on one clock (rank 0's, to which each rank measures its offset): from the moment when the last rank enters the
+wire to that when the last leaves it. Packing and joining are told apart from the wire by the communicator's pace.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,19 +20,22 @@ from hap.cluster import ClusterSpec
 from hap.codegen.layout import Layout
 from hap.cost_models.collective import candidates, formula_coefficients, shares
 from hap.cost_models.fit import CopyTiming, WireTiming
-from hap.cost_models.profile import LinkProfile
+from hap.cost_models.profile import LinkProfile, ProfileError
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
 from hap.plan import Collective
 from hap.runtime.collectives import Communicator
 
 ATOMS = 16  # of the measured values, per side
 VALUE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21)
-LINK_BYTES = (1 << 18, 1 << 20)  # at least 16 times a shaper's burst: smaller messages pass faster than the rate
+LINK_BYTES = 1 << 20  # at least: 64 times a shaper's burst, since small messages pass faster than the rate
+MOST_LINK_BYTES = 1 << 28
+LONG = 10.0  # round trips of an empty message that a large one takes at least, if its size allows it
 REPEATS = 4
 LARGE_BYTES = 1 << 18  # smaller values are measured twice as often: one tick of the scheduler is as long as they are
 SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
 LATER_S = 1e-3  # every other time each rank comes so much later than the one before: in a step some wait for the last
-LINK_REPEATS = 3
+LINK_REPEATS = 5
+EMPTY_REPEATS = 5
 SWEPT_BYTES = 4 << 20  # written before each: in a step a rank comes from computing, and the caches hold that
 
 
@@ -97,45 +100,77 @@ def clock_offset_s(device: torch.device, rounds: int = 8) -> float:
 
 def measure_links(device: torch.device, repeats: int = LINK_REPEATS) -> tuple[LinkProfile, ...]:
     """Every ordered pair, one after another; the same on every rank."""
-    n, mine = dist.get_world_size(), []
+    n, mine = dist.get_world_size(), dict[tuple[int, int], dict[int, list[float]]]()
     for source in range(n):
         for target in range(n):
             if source != target:
                 dist.barrier()
-                if dist.get_rank() in (source, target):
-                    seconds = _answers(source, target, device, repeats)
-                    mine += [_link(source, target, seconds)] if dist.get_rank() == target else []
-    gathered: list[list[LinkProfile]] = [[] for _ in range(n)]
+                if dist.get_rank() == source:
+                    _serve(target, device)
+                elif dist.get_rank() == target:
+                    mine[source, target] = _ask(source, device, repeats)
+    gathered: list[dict[tuple[int, int], dict[int, list[float]]]] = [{} for _ in range(n)]
     dist.all_gather_object(gathered, mine)
-    return tuple(sorted((link for found in gathered for link in found), key=lambda k: (k.source, k.target)))
+    seconds = {pair: times for found in gathered for pair, times in found.items()}
+    return tuple(fit_link(*pair, seconds[pair]) for pair in sorted(seconds))
 
 
-def _answers(source: int, target: int, device: torch.device, repeats: int) -> dict[int, list[float]]:
-    """On the target: seconds from asking to having an answer of so many bytes."""
-    sizes = (1, *LINK_BYTES)
-    seconds: dict[int, list[float]] = {size: [] for size in sizes}
-    ask = torch.zeros(1, dtype=torch.uint8, device=device)
-    for size in (1, *sizes * repeats):  # one more, to warm up
-        answer = torch.zeros(size, dtype=torch.uint8, device=device)
-        if dist.get_rank() == source:
-            dist.recv(ask, target)
-            dist.send(answer, target)
-            synchronize(device)
-        else:
-            start = time.perf_counter()
-            dist.send(ask, source)
-            dist.recv(answer, source)
-            synchronize(device)
-            seconds[size].append(time.perf_counter() - start)
+def _serve(target: int, device: torch.device) -> None:
+    """The sender: messages of the sizes that the receiver asks for, until it asks for none."""
+    wanted, held = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.uint8, device=device)
+    while True:
+        dist.recv(wanted, target)
+        if not (size := int(wanted)):
+            return
+        held = held if held.numel() >= size else torch.zeros(size, dtype=torch.uint8, device=device)
+        dist.send(held[:size], target)
+        synchronize(device)
+
+
+def _ask(source: int, device: torch.device, repeats: int) -> dict[int, list[float]]:
+    """The receiver: see ``link_times``."""
+    held = torch.zeros(1, dtype=torch.uint8, device=device)
+
+    def answer_s(size: int) -> float:
+        nonlocal held
+        held = held if held.numel() >= size else torch.zeros(size, dtype=torch.uint8, device=device)
+        wanted = torch.tensor([size], device=device)
+        synchronize(device)
+        start = time.perf_counter()
+        dist.send(wanted, source)
+        dist.recv(held[:size], source)
+        synchronize(device)
+        return time.perf_counter() - start
+
+    seconds = link_times(answer_s, repeats)
+    dist.send(torch.zeros(1, dtype=torch.int64, device=device), source)
     return seconds
 
 
-def _link(source: int, target: int, seconds: dict[int, list[float]]) -> LinkProfile:
-    small, large = (statistics.median(seconds[size]) for size in LINK_BYTES)
-    spread = statistics.median(abs(s - large) for s in seconds[LINK_BYTES[1]]) / large
-    per_byte = max(large - small, 0.1 * large) / (LINK_BYTES[1] - LINK_BYTES[0])
-    latency = min(seconds[1][1:]) / 2
-    return LinkProfile(source=source, target=target, latency_s=latency, bytes_per_s=1.0 / per_byte, spread=spread)
+def link_times(answer_s: Callable[[int], float], repeats: int) -> dict[int, list[float]]:
+    """Seconds from asking to having an answer of one byte, and of so many that it takes ``LONG`` times as long;
+    ``answer_s`` asks for one. The first answer of a size is not kept."""
+    answer_s(1)
+    empty = [answer_s(1) for _ in range(EMPTY_REPEATS)]
+    size = LINK_BYTES
+    while answer_s(size) < LONG * min(empty) and size < MOST_LINK_BYTES:
+        size *= 4
+    return {1: empty, size: [answer_s(size) for _ in range(repeats)]}
+
+
+def fit_link(source: int, target: int, seconds: Mapping[int, Sequence[float]]) -> LinkProfile:
+    """Half the least round trip is the latency; the rest of a large answer's median time is its bytes'. ProfileError if
+    there is no rest."""
+    trip, size = min(seconds[1]), max(seconds)
+    large = statistics.median(seconds[size])
+    if large <= trip:
+        raise ProfileError(
+            f"link from rank {source} to {target}: {size} bytes took no longer than one; nothing can be measured"
+        )
+    spread = statistics.median(abs(s - large) for s in seconds[size]) / large
+    return LinkProfile(
+        source=source, target=target, latency_s=trip / 2, bytes_per_s=size / (large - trip), spread=spread
+    )
 
 
 def measure_collectives(

@@ -1,0 +1,68 @@
+"""Links: what is asked of them, what is made of the times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.testbed import Testbed
+from hap.cluster import ClusterSpec
+from hap.cost_models.profile import LinkProfile, ProfileError
+from hap.runtime.profile_wire import fit_link, link_times, measure_links
+
+MB = 1 << 20
+PAIR = ClusterSpec.from_yaml("""
+backend: gloo
+hosts:
+  - name: here
+    devices: [{name: d, count: 2, tflops: {float32: 1}, memory: 1GB, memory_bandwidth: 10GB/s}]
+    link: {bandwidth: 1GB/s, latency: 50us}
+""")
+
+
+def link(trip_s: float, bytes_per_s: float) -> tuple[dict[int, list[float]], list[int]]:
+    """The times of an ideal link, and the sizes that it was asked for, each once."""
+    asked: list[int] = []
+
+    def answer_s(size: int) -> float:
+        asked.append(size)
+        return trip_s + size / bytes_per_s
+
+    return link_times(answer_s, 3), list(dict.fromkeys(asked))
+
+
+def links_of(rank: int) -> tuple[LinkProfile, ...]:
+    return measure_links(torch.device("cpu"))
+
+
+def test_a_slow_link_is_asked_for_a_megabyte() -> None:
+    seconds, asked = link(0.25e-3, 25e6)
+    assert asked == [1, MB] and len(seconds[MB]) == 3
+    found = fit_link(0, 1, seconds)
+    assert found.bytes_per_s == pytest.approx(25e6, rel=1e-6) and found.spread == 0.0
+    assert found.latency_s == pytest.approx(0.125e-3, rel=1e-3)
+
+
+def test_a_fast_link_is_asked_for_more_until_bytes_outweigh_the_round_trip() -> None:
+    seconds, asked = link(40e-6, 50e9)  # 1 MB: 61 us, 4 MB: 124, 16 MB: 376; ten round trips: 400
+    assert asked == [1, MB, 4 * MB, 16 * MB, 64 * MB]
+    assert fit_link(0, 1, seconds).bytes_per_s == pytest.approx(50e9, rel=1e-6)
+
+
+def test_the_rate_is_of_the_median_and_the_spread_is_stated() -> None:
+    found = fit_link(2, 3, {1: [0.003, 0.002], MB: [0.102, 0.110, 0.502]})
+    assert (found.source, found.target, found.latency_s) == (2, 3, 0.001)
+    assert found.bytes_per_s == pytest.approx(MB / 0.108)
+    assert found.spread == pytest.approx(0.008 / 0.110)
+
+
+def test_a_link_whose_bytes_take_no_time_is_refused() -> None:
+    with pytest.raises(ProfileError, match="link from rank 0 to 1: 1048576 bytes took no longer than one"):
+        fit_link(0, 1, {1: [0.002, 0.003], MB: [0.001, 0.002, 0.002]})
+
+
+def test_every_ordered_pair_is_measured_and_all_ranks_know_it() -> None:
+    with Testbed(PAIR, enforced=False) as bed:
+        first, second = bed.run(links_of)
+    assert first == second and [(k.source, k.target) for k in first] == [(0, 1), (1, 0)]
+    assert all(k.latency_s > 0 and 1e6 < k.bytes_per_s < 1e12 for k in first)

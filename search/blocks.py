@@ -44,7 +44,7 @@ LEAST = (
     0.2,
 )  # of what a block keeps with nothing repeated, and at the level below: what spares less is not offered
 What = Literal["cheap", "products", "all"]
-_CHEAP = ("elementwise", "reduction", "index", "view")
+_CHEAP: tuple[OpClass, ...] = ("elementwise", "reduction", "index", "view")
 LEVELS: Mapping[What, tuple[OpClass, ...]] = {
     "cheap": _CHEAP,
     "products": (*_CHEAP, "matmul"),

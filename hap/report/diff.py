@@ -126,7 +126,7 @@ def _decisions(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _repeated(plan: Plan) -> str:
-    kinds = Counter(r.what for r in plan.recomputed)
+    kinds = Counter[str](r.what for r in plan.recomputed)
     calls = counted(len(plan.repeated), "call")
     return f"{calls} of {counted(sum(kinds.values()), 'block')}" if kinds else "nothing"
 

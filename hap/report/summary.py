@@ -122,7 +122,7 @@ def _headline(plan: Plan) -> Iterator[str]:
 
 def what_is_repeated(plan: Plan) -> str:
     """Which blocks are computed again in the backward pass, and what that saves; nothing of a plan that keeps all."""
-    kinds = Counter(r.what for r in plan.recomputed)
+    kinds = Counter[str](r.what for r in plan.recomputed)
     parts = [f"{words}{counted(kinds[what], 'block')}" for what, words in REPEATED.items() if kinds[what]]
     if not parts:
         return ""

@@ -42,7 +42,7 @@ from hap.plan import GroupPlan, Plan, Strategy
 from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.problem import Problem
-from hap.search.refine import INPUT_TOLERANCE, deal_out_inputs, reshare
+from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
 from hap.search.strategies import Chooser
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
@@ -176,8 +176,13 @@ def _family(chooser: Chooser) -> Iterator[Found]:
     dealt_out: set[tuple[Strategy, ...]] = set()
     for sharded, throughout in itertools.product((False, True), repeat=2):
         forced = _forced(problem, batch, sharded, throughout)
+        found: Found | None = None
         for vector in split:
-            found = chooser.strategies(problem.round({}, vector, vector), False, (), forced=forced)
+            sizes = problem.round({}, vector, vector)
+            if throughout and found is not None:  # little is left to choose, and that hardly depends on sizes
+                found = at_sizes(problem, found, sizes)
+            else:
+                found = chooser.strategies(sizes, False, (), forced=forced)
             if found is None:
                 continue
             yield found

@@ -11,6 +11,7 @@ plan says so where the budget ended the search.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +70,8 @@ def plan_graph(
     search = Search(problem, LIMITS[effort], progress=progress, method=method)
     best, overlapped_s, advice = None, None, None
     stopped: dict[str, Any] = {}
+    collecting = gc.isenabled()
+    gc.disable()  # a search makes few cycles, and looking for them among all of torch's objects takes a tenth of it
     try:
         search, best = run_or_repeat(search)
         if len(choices.graph.nodes) <= search.limits.played:
@@ -89,6 +92,8 @@ def plan_graph(
         stopped = {"stopped": True, **({"budget_s": budget_s} if isinstance(e, OutOfTime) else {})}
     finally:
         search.progress.done()
+        if collecting:
+            gc.enable()
     return assemble_plan(
         choices,
         cluster,

@@ -37,10 +37,11 @@ def reshare(problem: Problem, found: Found) -> Found:
     )
     if not shares:
         return found
-    return _at(problem, found, problem.round(shares, *_means(problem, shares, found.sizes)))
+    return at_sizes(problem, found, problem.round(shares, *_means(problem, shares, found.sizes)))
 
 
-def _at(problem: Problem, found: Found, sizes: GroupSizes) -> Found:
+def at_sizes(problem: Problem, found: Found, sizes: GroupSizes) -> Found:
+    """The same strategies at other sizes."""
     evaluation = problem.judge(found.strategies, sizes, found.regather)
     return replace(found, sizes=sizes, evaluation=evaluation)
 
@@ -105,4 +106,4 @@ def polish(problem: Problem, found: Found, limits: Limits) -> Found:
         evaluation = problem.judge(found.strategies, sizes, found.regather)
         return overflow_bytes(evaluation), evaluation.step_s
 
-    return _at(problem, found, improve(found.sizes, bundles, cost, evaluations=moves))
+    return at_sizes(problem, found, improve(found.sizes, bundles, cost, evaluations=moves))

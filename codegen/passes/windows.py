@@ -62,8 +62,14 @@ def rearranged(
 def hides(meanwhile: Sequence[Instruction]) -> bool:
     """Whether these instructions keep a device busy for long enough to be worth a collective's detour: a product, or
     several calls that are no views."""
-    calls = [i.op.split(".")[1] for i in meanwhile if isinstance(i, Call)]
-    return any(op in _PRODUCTS for op in calls) or sum(op not in _VIEWS for op in calls) >= _SEVERAL
+    several = 0
+    for instruction in meanwhile:
+        if isinstance(instruction, Call):
+            op = instruction.op.split(".")[1]
+            several += op not in _VIEWS
+            if op in _PRODUCTS or several == _SEVERAL:
+                return True
+    return False
 
 
 _PRODUCTS = ("mm", "bmm", "convolution", "convolution_backward", "attention", "attention_backward")

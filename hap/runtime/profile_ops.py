@@ -27,7 +27,7 @@ from hap.placement import GroupSizes, LocalSize, Placement, Shard, concrete_shap
 from hap.plan import Strategy
 from hap.rules.localize import localize
 
-SHARES = (1 / 8, 3 / 8, 3 / 4)  # of a group; the whole is measured by the replicated call
+SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of a group; the whole is measured by the replicated call
 REPEATS = 5
 TRIES = 3
 ENOUGH_S = 4e-3  # of one call: after this long and three times, no more repeats

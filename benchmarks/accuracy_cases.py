@@ -55,7 +55,7 @@ def pins(plan: str) -> Pins:
         case "equal shares":
             return Pins(placements=WHOLE.placements, ratios=(1.0,) * 4)
         case "skewed shares":
-            return Pins(placements=WHOLE.placements, ratios=(2.0, 2.0, 1.0, 1.0))
+            return Pins(placements=WHOLE.placements, ratios=(3.0, 3.0, 1.0, 1.0))
         case "sharded parameters":
             return Pins(placements={"*": "S(0)"})
     raise ValueError(plan)

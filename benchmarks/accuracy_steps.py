@@ -140,14 +140,14 @@ def wire_seconds(c: Conversion, plan: Plan, calibrated: CalibratedCluster) -> fl
     return form.constant_s + sum(s.seconds(rho, sigma) for s in form.stages if not s.in_memory)
 
 
-def kendall_tau(first: Sequence[float], second: Sequence[float], tolerance: float = 0.0) -> tuple[float, int]:
-    """(Kendall's tau, how many pairs count): (agreeing - disagreeing pairs) / pairs, over the pairs of which neither
-    list calls the two equal: within ``tolerance`` of the lesser."""
+def kendall_tau(predicted: Sequence[float], measured: Sequence[float], tolerance: float = 0.0) -> tuple[float, int]:
+    """(Kendall's tau of predicted and measured, how many pairs count): (agreeing - disagreeing pairs) / pairs, over the
+    pairs whose measured times are further apart than ``tolerance`` of the lesser: of others the order is not known."""
     agree = count = 0
-    for i, j in combinations(range(len(first)), 2):
-        if all(abs(x[i] - x[j]) > tolerance * min(x[i], x[j]) for x in (first, second)):
+    for i, j in combinations(range(len(predicted)), 2):
+        if abs(measured[i] - measured[j]) > tolerance * min(measured[i], measured[j]):
             count += 1
-            agree += 1 if (first[i] - first[j]) * (second[i] - second[j]) > 0 else -1
+            agree += 1 if (predicted[i] - predicted[j]) * (measured[i] - measured[j]) > 0 else -1
     return agree / count, count
 
 
@@ -170,18 +170,21 @@ def tell_steps(report: Report, sessions: dict[str, dict[str, Any]]) -> list[Row]
     errors = [abs(row.error) for row in rows]
     report.figure("step_time_median_error", statistics.median(errors), Spread.of(errors))
     report.figure("step_time_worst_error", max(errors))
-    taus = []
+    taus: list[float] = []
+    strict: list[float] = []
     for name, found in by_cluster.items():
         times = [r.predicted_s for r in found], [r.measured_s for r in found]
         spread = spread_of(found)
         (all_pairs, pairs), (tau, apart) = kendall_tau(*times), kendall_tau(*times, spread)
-        taus.append(all_pairs)
+        taus.append(tau)
+        strict.append(all_pairs)
         report.text(
             f"{name}: calibrated in {sessions[name]['calibration_s']:.0f} s, {sessions[name]['drops']} packets "
             f"dropped, steal {sessions[name]['steal_share']:.1%}. Kendall's tau {all_pairs:.2f} over all {pairs} pairs "
-            f"of plans, {tau:.2f} over the {apart} that are further apart than the spread of steps ({spread:.1%})."
+            f"of plans, {tau:.2f} over the {apart} whose measured steps are further apart than their spread ({spread:.1%})."
         )
     report.figure("kendall_tau_worst_cluster", min(taus), Spread.of(taus))
+    report.figure("kendall_tau_worst_cluster_all_pairs", min(strict), Spread.of(strict))
     report.table(
         "Steps: predicted against measured",
         [

@@ -181,7 +181,8 @@ def tell_steps(report: Report, sessions: dict[str, dict[str, Any]]) -> list[Row]
         report.text(
             f"{name}: calibrated in {sessions[name]['calibration_s']:.0f} s, {sessions[name]['drops']} packets "
             f"dropped, steal {sessions[name]['steal_share']:.1%}. Kendall's tau {all_pairs:.2f} over all {pairs} pairs "
-            f"of plans, {tau:.2f} over the {apart} whose measured steps are further apart than their spread ({spread:.1%})."
+            f"of plans, {tau:.2f} over the {apart} whose measured steps are further apart than steps of one plan "
+            f"({spread:.1%})."
         )
     report.figure("kendall_tau_worst_cluster", min(taus), Spread.of(taus))
     report.figure("kendall_tau_worst_cluster_all_pairs", min(strict), Spread.of(strict))

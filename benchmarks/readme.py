@@ -87,12 +87,8 @@ def accuracy(body: Body) -> str:
     }
     rows = [[words, f"{body['figures'][name]:.1%}"] for name, words in names.items() if name in body["figures"]]
     if (tau := body["figures"].get("kendall_tau_worst_cluster")) is not None:
-        rows.append(
-            [
-                "ranking of plans, Kendall's tau of the worst cluster, where measured steps differ by more than their spread",
-                f"{tau:.2f}",
-            ]
-        )
+        name = "ranking of plans that differ by more than the spread, Kendall's tau of the worst cluster"
+        rows.append([name, f"{tau:.2f}"])
     return f"{markdown_table(['predicted against measured', ''], rows)}\n\n{_source('accuracy', body)}"
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 FULL = 0.9  # of usable memory
+WORTH = 0.15  # of the step: where the bound says that less can be gained, nothing is asked
 MOST_NODES = 3_000  # of a graph for which a plan that repeats is looked for beside one that fits
 
 
@@ -61,6 +62,7 @@ def run_or_repeat(search: Search) -> tuple[Search, Found]:
         again = _repeating(search, search.limits) if _state_fits(search.problem) else None
         if again is None:
             raise
+    again.met = search.met  # where an interrupted search looks for the best so far
     search.progress.say("nothing fits; trying with activations computed again in the backward pass")
     try:
         return again, again.run()
@@ -73,8 +75,7 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
     if best.recomputed:
         best = thinned(search.problem, best)
         return best, None if overlapped_s is None else _played_s(search.problem, best)
-    small = len(search.problem.choices.graph.nodes) <= MOST_NODES
-    if overlapped_s is None or not small or not (_is_full(best) or _is_crowded(search.problem)):
+    if overlapped_s is None or not _may_gain(search, best):
         return best, overlapped_s
     again = _repeating(search, LIMITS["quick"])
     first = None if again is None else _first(again, best)
@@ -150,6 +151,13 @@ def _state_fits(problem: Problem) -> bool:
     trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
     state = sum(nbytes + optimizer_state_bytes(problem.optimizer, nbytes) for nbytes in trained)
     return state <= sum(usable_bytes(d.memory_bytes) for d in problem.cluster.devices)
+
+
+def _may_gain(search: Search, best: Found) -> bool:
+    """Whether memory may be what keeps ``best`` from being clearly faster, and it is not too dear to ask."""
+    small = len(search.problem.choices.graph.nodes) <= MOST_NODES
+    near = search.bound_s is not None and best.cost[1] * (1 - WORTH) <= search.bound_s
+    return small and not near and (_is_full(best) or _is_crowded(search.problem))
 
 
 def _is_full(found: Found) -> bool:

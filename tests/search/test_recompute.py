@@ -17,6 +17,7 @@ from hap.rules.choices import Choices, choices, replicated
 from hap.search import Pins, plan_graph
 from hap.search.blocks import find_blocks
 from hap.search.found import Found
+from hap.search.limits import Limits
 from hap.search.planner import Search
 from hap.search.problem import Problem
 from hap.search.recompute import after_steps, or_repeating, steps_of
@@ -118,6 +119,19 @@ def test_the_plan_is_the_same_every_time_and_read_back() -> None:
     again = on_one(int(0.8 * needed()))
     assert plan.to_json() == again.to_json()
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_ctrl_c_returns_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps taken, as nobody has asked yet how few would do."""
+    room = int(0.8 * needed())
+
+    def interrupted(problem: Problem, best: Found, limits: Limits) -> Found:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hap.search.planner.polish", interrupted)
+    plan = on_one(room)
+    assert plan.provenance.solver["stopped"] is True
+    assert taken(plan) == 2 * LAYERS and plan.predicted.memory_bytes[0] <= room
 
 
 # ------------------------------------------------------------------------------------------------ faster

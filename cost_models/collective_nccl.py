@@ -8,8 +8,12 @@ protocol, ``Simple`` is the ring by Simple, the pair with the most bandwidth:
     all_gather      padded      Simple's s_per_byte * N B max(rho), and whatever the best line costs above that when
     reduce_scatter  padded      dealt evenly:  min over lines of latency + B (s_per_byte - Simple's s_per_byte)
     all_gather      broadcast   N calls on one stream: min over protocols of N bases + a ring's hops + B / bandwidth
-    the rest                    one call of Simple for each round of messages (``hap.runtime.p2p``); a schedule that
+    to and from all peers       one call by Simple: the longest hop, and each further message handed to the network
+    the rest                    one call by Simple for each round of messages (``hap.runtime.p2p``); a schedule that
                                 passes segments on has a round for each that the largest owner has
+
+Messages of one call wait side by side ("can be seen as progressing independently", NCCL's user guide on point-to-point
+communication).
 
 Each is a constant, concave in B, and stages proportional to B and affine in the shares, as the search wants it: a
 straight line between two sizes is never above it.
@@ -29,7 +33,7 @@ from hap.cluster import ClusterSpec, Nvidia
 from hap.cost_models.collective_form import CollectiveForm, Problem, Stage
 from hap.cost_models.collective_formulas import formula
 from hap.cost_models.collective_routes import route_loads
-from hap.cost_models.fold import Cluster, FoldedCluster, FoldedFabric
+from hap.cost_models.fold import Cluster, FoldedCluster
 from hap.cost_models.nccl import (
     Communicator,
     base_s,
@@ -37,6 +41,7 @@ from hap.cost_models.nccl import (
     generation_of,
     lines,
     network_hop_s,
+    post_s,
 )
 from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Fabric
@@ -44,15 +49,17 @@ from hap.plan import Collective
 from hap.routes import ROUTED, SEGMENT_BYTES, Way, segment_owners
 
 LL128_SINCE = 70  # compute capability
-ROUND_CALL_S = base_s("ring", "Simple")  # of a call that exchanges messages
+CALL_S = base_s("ring", "Simple")  # of a call that exchanges messages
 
 
 @dataclass(frozen=True, eq=False)
 class Speech:
-    """A cluster as NCCL sees it: one communicator, and the fabric with the latencies of single messages."""
+    """A cluster as NCCL sees it: one communicator, the fabric with the latencies of single messages, and the latency of
+    messages to all peers in one call."""
 
     comm: Communicator
     messages: Fabric
+    exchange_s: float
 
 
 def speech(cluster: Cluster) -> Speech | None:
@@ -93,10 +100,10 @@ def nccl_formula(p: Problem, kind: Collective, decomposition: str, speech: Speec
             return CollectiveForm(constant, (p.by_rank(target=per_share), _copies(p)))
         case "all_gather", "broadcast":
             return CollectiveForm(_broadcasts_s(p.nbytes, speech.comm), (_copies(p),))
-    told = replace(p, fabric=_told(p.fabric, speech.messages), base_s=ROUND_CALL_S)
-    form = formula(told, kind, decomposition)
     way = Way.parse(decomposition)
-    return _by_rounds(form, told, kind, way) if way.name in ROUTED and kind != "all_to_all" else form
+    if way.name in ROUTED and kind != "all_to_all":
+        return _by_rounds(replace(p, fabric=speech.messages, base_s=CALL_S), kind, way)
+    return replace(formula(p, kind, decomposition), constant_s=CALL_S + speech.exchange_s)
 
 
 def _padded(kind: Collective, p: Problem, comm: Communicator) -> tuple[float, float]:
@@ -119,35 +126,29 @@ def _copies(p: Problem) -> Stage:
     return p.by_rank(constant=p.copy_s, in_memory=True)
 
 
-def _by_rounds(form: CollectiveForm, p: Problem, kind: Collective, way: Way) -> CollectiveForm:
+def _by_rounds(p: Problem, kind: Collective, way: Way) -> CollectiveForm:
     """Each round is a call of its own, which the formula of a stream of messages does not know. A sum goes up and down
     in every round, which then waits for its messages. Of shards passed on, owners that send in the same rounds wait
     for each other; what one of them sends alone comes in without a pause. So calls count for the largest shard, waiting
     for an even one."""
     assert isinstance(p.fabric, Fabric), "routes are of ranks, not of classes"
+    form = formula(p, kind, str(way))
     depth, segments = route_loads(way, p.fabric).depth, p.nbytes / SEGMENT_BYTES
     wait_s = p.fabric.largest_latency_s
     if kind == "all_reduce":
         turns = segments / len(segment_owners(way, p.n))
-        rounds_s = (2 * depth - 1) * ROUND_CALL_S + turns * (ROUND_CALL_S + wait_s)
+        rounds_s = (2 * depth - 1) * CALL_S + turns * (CALL_S + wait_s)
         return replace(form, constant_s=form.constant_s + rounds_s)
     if depth == 1:
         return form
-    calls = segments * ROUND_CALL_S
+    calls = segments * CALL_S
     stage = p.by_rank(source=calls) if kind == "all_gather" else p.by_rank(target=calls)
-    constant_s = form.constant_s + (depth - 1) * ROUND_CALL_S + segments / p.n * wait_s
+    constant_s = form.constant_s + (depth - 1) * CALL_S + segments / p.n * wait_s
     return CollectiveForm(constant_s, (*form.stages, stage))
 
 
 def _whole(cluster: Cluster) -> ClusterSpec:
     return cluster.whole if isinstance(cluster, FoldedCluster) else cluster
-
-
-def _told(fabric: Fabric | FoldedFabric, messages: Fabric) -> Fabric | FoldedFabric:
-    """The fabric of the question with the latencies of ``messages``, which is of all ranks."""
-    if isinstance(fabric, Fabric):
-        return messages
-    return fabric.at_latencies_of(messages)
 
 
 @lru_cache(maxsize=32)
@@ -168,4 +169,6 @@ def _speech(fabric: Fabric, gpus: Nvidia) -> Speech:
         network_latency_s=float(on_network.max(initial=0.0)),
         most_on_a_host=gpus.most_on_a_host,
     )
-    return Speech(comm, replace(fabric, latency_s=latency_s))
+    messages = replace(fabric, latency_s=latency_s)
+    posted = max(0, int((~same).sum(axis=1).max()) - 1)
+    return Speech(comm, messages, messages.largest_latency_s + posted * post_s("Simple"))

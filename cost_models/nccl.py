@@ -142,12 +142,17 @@ def ring_latency_s(kind: Kind, protocol: Protocol, comm: Communicator) -> float:
     steps, crossing = passes * (comm.ranks - 1), passes * (comm.hosts - 1)
     inside = 0.0 if comm.inside is None else _hop_s("ring", comm.inside, protocol)
     if comm.hosts > 1:
-        inside = max(inside, _POST_US[PROTOCOLS.index(protocol)] * _US)
+        inside = max(inside, post_s(protocol))
     between = network_hop_s("tree" if comm.hosts == comm.ranks else "ring", protocol, comm.network_latency_s)
     latency = base_s("ring", protocol) + (steps - crossing) * inside + crossing * between
     if kind == "all_reduce" and protocol == "Simple" and comm.hosts > 1:
         latency *= _PLATEAU_VOLTA if comm.generation == "volta" else _PLATEAU
     return latency
+
+
+def post_s(protocol: Protocol) -> float:
+    """Of handing one message to the network."""
+    return _POST_US[PROTOCOLS.index(protocol)] * _US
 
 
 def _tree_latency_s(protocol: Protocol, comm: Communicator) -> float:

@@ -16,7 +16,7 @@ from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Collective
 from hap.routes import SEGMENT_BYTES
 
-ROWS = Shard(0, 1, 16, 1, "g")
+ROWS, COLUMNS = Shard(0, 1, 16, 1, "g"), Shard(1, 1, 16, 1, "g")
 SIDES: dict[Collective, tuple[Placement, Placement]] = {
     "all_reduce": (PARTIAL, REPLICATE),
     "all_gather": (ROWS, REPLICATE),
@@ -144,11 +144,16 @@ def test_the_slowest_host_sets_the_pace() -> None:
 # ------------------------------------------------------------------------------------------------ messages
 
 
-def test_messages_have_simples_latency() -> None:
-    """One call, 8.4 us, and seven messages in a row: inside 3 * 3.4, to the other host 4 * 14."""
-    assert seconds("all_gather", "all_to_all", 0, PAIR) == pytest.approx((8.4 + 3 * 3.4 + 4 * 14) * US)
+def test_messages_of_a_call_wait_side_by_side() -> None:
+    """One call by Simple, 8.4 us, and its longest hop: 3.4 on one host, 14 to the other, where the three messages after
+    the first are handed over at 3 us each."""
+    assert seconds("all_gather", "all_to_all", 0, DGX) == pytest.approx((8.4 + 3.4) * US)
+    assert seconds("all_gather", "all_to_all", 0, PAIR) == pytest.approx((8.4 + 14 + 3 * 3) * US)
     slow = cluster("A100-40GB 4 nvlink", "V100-16GB 4 nvlink", latency="25us")  # 20 us above LL's hop
-    assert seconds("all_gather", "all_to_all", 0, slow) == pytest.approx((8.4 + 3 * 3.4 + 4 * 34) * US)
+    assert seconds("all_gather", "all_to_all", 0, slow) == pytest.approx((8.4 + 34 + 3 * 3) * US)
+    assert collective_seconds("all_to_all", "direct", 0, ROWS, COLUMNS, {"g": (2,) * 8}, slow) == pytest.approx(
+        51.4 * US
+    )
 
 
 def test_every_round_is_a_call() -> None:

@@ -53,6 +53,15 @@ def test_bundles_pay_their_latency_once() -> None:
     assert plan.predicted.overlapped_s is not None and plan.predicted.overlapped_s <= bundled * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("ranks", [3, 66])
+@pytest.mark.parametrize("network", ["0.05GB/s", "1GB/s"])
+def test_a_candidate_is_timed_as_the_program_of_its_plan_is_played(network: str, ranks: int) -> None:
+    """The search times drafts, of 66 ranks by their kinds, with the clocks alone; the plan's program says the same."""
+    on = cluster(*[(2, "1GB")] * (ranks - 1), (1, "1GB"), network=network)
+    plan = plan_graph(SMALL, on)
+    assert plan.predicted.overlapped_s == pytest.approx(as_run(SMALL, plan, on), rel=1e-9)
+
+
 @pytest.mark.parametrize("network", ["0.05GB/s", "1GB/s", "100GB/s"])
 def test_no_plan_runs_longer_than_data_parallel_or_zero(network: str) -> None:
     on = cluster((2, "1GB"), (2, "1GB"), (1, "1GB"), network=network)

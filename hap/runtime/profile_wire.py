@@ -35,7 +35,6 @@ LARGE_BYTES = 1 << 18  # smaller values are measured twice as often: one tick of
 SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
 LATER_S = 1e-3  # every other time each rank comes so much later than the one before: in a step some wait for the last
 LINK_REPEATS = 5
-EMPTY_REPEATS = 5
 SWEPT_BYTES = 4 << 20  # written before each: in a step a rank comes from computing, and the caches hold that
 
 
@@ -149,13 +148,21 @@ def _ask(source: int, device: torch.device, repeats: int) -> dict[int, list[floa
 
 def link_times(answer_s: Callable[[int], float], repeats: int) -> dict[int, list[float]]:
     """Seconds from asking to having an answer of one byte, and of so many that it takes ``LONG`` times as long;
-    ``answer_s`` asks for one. The first answer of a size is not kept."""
-    answer_s(1)
-    empty = [answer_s(1) for _ in range(EMPTY_REPEATS)]
+    ``answer_s`` asks for one. They take turns, since empty answers in a row may each wait for the scheduler's tick;
+    the first answer of a size is not kept."""
+    empty: list[float] = []
+
+    def after_an_empty_one_s(size: int) -> float:
+        empty.append(answer_s(1))
+        return answer_s(size)
+
     size = LINK_BYTES
-    while answer_s(size) < LONG * min(empty) and size < MOST_LINK_BYTES:
+    after_an_empty_one_s(size)
+    empty.clear()
+    while after_an_empty_one_s(size) < LONG * min(empty) and size < MOST_LINK_BYTES:
         size *= 4
-    return {1: empty, size: [answer_s(size) for _ in range(repeats)]}
+    large = [after_an_empty_one_s(size) for _ in range(repeats)]
+    return {1: empty, size: large}
 
 
 def fit_link(source: int, target: int, seconds: Mapping[int, Sequence[float]]) -> LinkProfile:

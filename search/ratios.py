@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from ortools.math_opt import model_pb2
 
-from hap.cost_models.compute import parts_coefficients
+from hap.cost_models.compute import Parts, parts_coefficients
 from hap.cost_models.evaluate import ConversionCost, Evaluation
 from hap.fabric import Array
 from hap.placement import GroupSizes, Placement, Shard
@@ -102,6 +102,7 @@ class _Program:
         self.entries: list[tuple[int, int, float]] = []
         self.tops: dict[bytes, int] = {}
         self._forms: dict[tuple[str, str, int], Form] = {}
+        self._known: dict[object, tuple[Array, Array]] = {}
         self._shares()
         self._stages()
         self._memory()
@@ -161,14 +162,22 @@ class _Program:
 
     def _node(self, lines: _Lines, name: str) -> None:
         parts = self.facts.parts(name, self.strategies[name])
-        here = np.ones(self.n) if parts.group is None else self.here[parts.group]
-        devices = [self.facts.cluster.devices[r] for r in self.classes.first]
-        pairs = [
-            (0.0, 0.0) if parts.idle_when_empty and out else parts_coefficients(parts, device, at_share=share)
-            for device, share, out in zip(devices, here.tolist(), self.out.tolist(), strict=True)
-        ]
-        fixed, slope = (self.facts.times([name]) * np.array(column) for column in zip(*pairs, strict=True))
+        fixed, slope = (self.facts.times([name]) * column for column in self._line(parts))
         lines.add(parts.group, fixed if parts.group else fixed + slope, np.diag(slope))
+
+    def _line(self, parts: Parts) -> tuple[Array, Array]:
+        """Fixed seconds and seconds per share on every class's device. Equal calls are asked about once."""
+        key = (parts, parts.call) if self.facts.compute.is_measured else parts
+        if key not in self._known:
+            here = np.ones(self.n) if parts.group is None else self.here[parts.group]
+            devices = [self.facts.cluster.devices[r] for r in self.classes.first]
+            pairs = [
+                (0.0, 0.0) if parts.idle_when_empty and out else parts_coefficients(parts, device, at_share=share)
+                for device, share, out in zip(devices, here.tolist(), self.out.tolist(), strict=True)
+            ]
+            fixed, slope = (np.array(column) for column in zip(*pairs, strict=True))
+            self._known[key] = fixed, slope
+        return self._known[key]
 
     def _update(self, lines: _Lines, name: str) -> None:
         placement, first = self.strategies[name].outputs[0], list(self.classes.first)

@@ -19,6 +19,7 @@ from hap.search.warm import WarmProgram
 
 BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
+KEPT = 3  # prices
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 
 
@@ -33,6 +34,7 @@ class Chooser:
     milps: int = 0
     solved: dict[object, Choice | None] = field(default_factory=dict)
     warm: dict[bool, dict[object, WarmProgram]] = field(default_factory=dict)
+    priced: dict[object, Prices] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)
@@ -80,10 +82,10 @@ class Chooser:
         if key not in self.solved:
             self.check()
             self.milps += 1
-            tables = self.problem.tables(regather)
+            prices = self._prices(sizes, regather, capacity)
             self.solved[key] = choose(
-                tables.skeleton,
-                Prices(tables, sizes, capacity, SHORTER * self.problem.scale_s),
+                prices.tables.skeleton,
+                prices,
                 forced=forced,
                 barriers=barriers,
                 nodes=self.limits.nodes,
@@ -91,3 +93,13 @@ class Chooser:
                 warm=self.warm.setdefault(regather, {}),
             )
         return self.solved[key]
+
+    def _prices(self, sizes: GroupSizes, regather: bool, capacity: Array) -> Prices:
+        """The last few are kept: the same sizes are asked about with different options forced."""
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()))
+        if key not in self.priced:
+            tables = self.problem.tables(regather)
+            self.priced[key] = Prices(tables, sizes, capacity, SHORTER * self.problem.scale_s)
+            for old in list(self.priced)[:-KEPT]:
+                del self.priced[old]
+        return self.priced[key]

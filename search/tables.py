@@ -227,6 +227,10 @@ class Prices:
         return tuple(kinds.values())
 
     def coefficients(self) -> Coefficients:
+        return self._coefficients
+
+    @cached_property
+    def _coefficients(self) -> Coefficients:
         t, ranks, payers = self.tables, list(self.ranks), len(self.tables.skeleton.payers)
         compute = t.calls.sum(self._calls_s()[:, ranks], payers) + t.updates.sum(self._updates_s()[:, ranks], payers)
         together, slices = self._conversions_s()

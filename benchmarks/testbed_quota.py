@@ -239,6 +239,9 @@ def tell(report: CasesReport, cases: Sequence[Case], cannot: str | None) -> None
         report.figure("tied_winner", verdicts.count("tie"))
         report.figure("other_winner", verdicts.count("different"))
         report.figure("tau_worst_case", min(found[0] for _, a, b in both if (found := tau(a, b, clear=False))))
+        clear = [found for _, a, b in both if (found := tau(a, b, clear=True))]
+        report.figure("clear_pairs", sum(pairs for _, pairs in clear))
+        report.figure("clear_pairs_alike", sum(round(pairs * (1 + t) / 2) for t, pairs in clear))
         for case, a, b in both:
             found = tau(a, b, clear=True)
             key = case.name.replace(", ", "_").replace(" ", "_")

@@ -91,6 +91,8 @@ def test_figures_and_cases_are_written_and_read_back(tmp_path: Path, capsys: pyt
         "same_winner": 1,
         "tied_winner": 1,
         "other_winner": 1,
+        "clear_pairs": 8,  # all three, all three, and in the last case those with c
+        "clear_pairs_alike": 7,
     }
     assert body["figures"]["tau_worst_case"] == pytest.approx(1 / 3)  # of VGG: a and b have changed places
     assert body["figures"]["tau_GPT-2_compute"] == 1.0

@@ -104,7 +104,6 @@ class Contender:
             with self.pace.step():
                 self.step()
         self.program.set_pace(None)
-        self.pace.rest()
 
     def run(self, steps: int) -> None:
         """A round of steps, held to their deadlines, after one that is not counted."""

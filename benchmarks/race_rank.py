@@ -354,4 +354,3 @@ def _record(contestant: Contestant, pace: Deadline) -> None:
         with pace.step():
             contestant.step()
     contestant.pace = None
-    pace.rest()

@@ -33,10 +33,10 @@ class Deadline:
     """Sections of a step end when their nominal time x ``slowdown`` has passed.
 
     Until ``hold`` (or with no ``nominal_s`` given) it records: sections run unstretched and their CPU time is kept. The
-    nominal time of a section is the median of the recorded steps of a round, and the least of the rounds (``rest``
-    ends one), since neighbours only make it more. (The least of single steps would favour whoever cuts a step into more
-    sections: the sum of their least times is less than the least of their sums.) Every step must have the same
-    sections.
+    nominal time of a section is the median of the recorded steps, scaled so that all sections together take what the
+    least whole step took: neighbours only make steps longer, now and then all of a run's. (The least of each section by
+    itself would favour whoever cuts a step into more of them: the sum of least times is less than the least of sums.)
+    Every step must have the same sections.
 
         pace = Deadline(2.0)
         for _ in range(5):
@@ -53,7 +53,7 @@ class Deadline:
         self.missed = 0  # sections whose real work took longer than their deadline
         self.sections = 0  # sections held to a deadline so far
         self.late_s = 0.0  # by how much, in all
-        self._rounds: list[list[tuple[float, ...]]] = [[]]
+        self._recorded: list[tuple[float, ...]] = []
         self._step: list[float] = []
         self._index = 0
         self._behind_s = self._settled = 0.0
@@ -62,19 +62,15 @@ class Deadline:
     def hold(self, nominal_s: Sequence[float] | None = None) -> tuple[float, ...]:
         """From now on hold every section to its nominal time: the given ones, or what was recorded."""
         if nominal_s is None:
-            rounds = [steps for steps in self._rounds if steps]
-            assert rounds, "no step was recorded: run some before hold()"
-            counts = {len(step) for steps in rounds for step in steps}
+            assert self._recorded, "no step was recorded: run some before hold()"
+            counts = {len(step) for step in self._recorded}
             assert len(counts) == 1, f"steps with different numbers of sections: {sorted(counts)}"
-            medians = [[statistics.median(times) for times in zip(*steps, strict=True)] for steps in rounds]
-            nominal_s = [min(times) for times in zip(*medians, strict=True)]
+            medians = [statistics.median(times) for times in zip(*self._recorded, strict=True)]
+            least = min(sum(step) for step in self._recorded)
+            nominal_s = [least * m / max(sum(medians), 1e-9) for m in medians]
         self.nominal_s = tuple(nominal_s)
         self._index = 0
         return self.nominal_s
-
-    def rest(self) -> None:
-        """End a round of recording."""
-        self._rounds.append([])
 
     def step(self) -> _Step:
         """A context around one step: begins its first section and ends its last."""
@@ -116,7 +112,7 @@ class Deadline:
     def _end(self) -> None:
         self.settle()
         if self.nominal_s is None:
-            self._rounds[-1].append(tuple(self._step))
+            self._recorded.append(tuple(self._step))
         else:
             assert self._index == len(self.nominal_s), f"{self._index} sections, not {len(self.nominal_s)}"
 

@@ -37,6 +37,7 @@ QUIET = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # else which small pages a process got makes steps differ by 10 %
 }
 ECHO_S = 0.3  # after a failure: how long other ranks have to say that they failed too
 SWEEP_S = 0.05  # how often threads born in a quota's group are let out of it

@@ -37,8 +37,9 @@ ENOUGH_S = 4e-3  # of one call: after this long and three times, no more repeats
 class Clock:
     """How seconds of compute are read on a device.
 
-    The median of the repeats. *Emulated* (``slowdown`` given): CPU time of this thread times the slow-down, what
-    ``hap.runtime.emulate`` and the testbed's deadlines stretch. Otherwise wall time on a CPU, CUDA events on a GPU.
+    *Emulated* (``slowdown`` given): CPU time of this thread times the slow-down, the least of the repeats, since
+    neighbours on the core only add: what ``hap.runtime.emulate`` and the testbed's deadlines stretch. Otherwise the
+    median of the repeats: wall time on a CPU, CUDA events on a GPU.
     """
 
     device: torch.device
@@ -64,7 +65,7 @@ class Clock:
 
     def of(self, samples: Sequence[float]) -> float:
         """The seconds that samples of ``once`` stand for."""
-        return statistics.median(samples) * (self.slowdown or 1.0)
+        return statistics.median(samples) if self.slowdown is None else min(samples) * self.slowdown
 
     def once(self, call: Callable[[], object]) -> float:
         if self.device.type == "cuda":

@@ -27,6 +27,7 @@ SURFACE = {
             "--optimizer",
             "--effort",
             "--budget-s",
+            "--method",
             "--profile",
             "--add",
             "--without",

@@ -2,9 +2,9 @@
 
 ``float32`` is the plain (non-tensor-core) rate, ``tf32``, ``float16`` and ``bfloat16`` the dense tensor-core rate where
 there is one (on P100 plain half precision). ``link_gb_s`` is one direction of all links of the card together.
-``compute_capability`` is NVIDIA's (its table of CUDA GPUs). An empty cell is a number that the card does not have or
-that nobody looked up; column ``status`` says which were checked. Memory is counted in decimal GB, a little less than
-the card really has.
+``compute_capability`` is NVIDIA's (its table of CUDA GPUs; from memory). An empty cell is a number that the card does
+not have or that nobody looked up; column ``status`` says which of the others were checked. Memory is counted in decimal
+GB, a little less than the card really has.
 """
 
 from __future__ import annotations

@@ -42,7 +42,18 @@ def race(body: Body) -> str:
         words += f" Geometric mean of the unequal clusters: {mean:.2f}."
     if (most := figures.get("best_over_equal_ddp")) is not None:
         words += f" Over plain DDP with equal batches: up to {most:.1f}."
-    return "\n\n".join([*lines, words, _source("race", body)])
+    return "\n\n".join([*lines, words, *_commits(body), _source("race", body)])
+
+
+def _commits(body: Body) -> list[str]:
+    """Where the cases are of several commits: which cluster's of which."""
+    of: dict[str, dict[str, None]] = {}
+    for case in body.get("cases") or ():
+        of.setdefault(str(case["commit"]), {})[case["cluster"]] = None
+    if len(of) < 2:
+        return []
+    told = "; ".join(f"{', '.join(clusters)} at {commit}" for commit, clusters in of.items())
+    return [f"The cases are of several runs, each by `python benchmarks/race.py --clusters ...`: {told}."]
 
 
 def zoo(body: Body) -> str:
@@ -87,8 +98,9 @@ def accuracy(body: Body) -> str:
     }
     rows = [[words, f"{body['figures'][name]:.1%}"] for name, words in names.items() if name in body["figures"]]
     if (tau := body["figures"].get("kendall_tau_worst_cluster")) is not None:
-        name = "ranking of plans that differ by more than the spread, Kendall's tau of the worst cluster"
-        rows.append([name, f"{tau:.2f}"])
+        rows.append(["ranking of plans, Kendall's tau of the worst cluster", f"{tau:.2f}"])
+    if (tau := body["figures"].get("kendall_tau_worst_cluster_pairs_apart")) is not None:
+        rows.append(["the same over the plans that differ by more than steps of one plan do", f"{tau:.2f}"])
     return f"{markdown_table(['predicted against measured', ''], rows)}\n\n{_source('accuracy', body)}"
 
 

@@ -33,11 +33,11 @@ WARM = ("benchmarks.testbed.server", "torch", "torch.distributed", "numpy", "hap
 QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a namespace has no name server, and c10d would say so for every socket
     # What a step frees stays with the process, as in a GPU's caching allocator. Given back to the kernel, it would be
-    # faulted in anew by every step, at 2 us a fault: 5 % of a step's CPU time in some processes and none in others.
+    # faulted in anew by every step: some percent of its CPU time in some processes and nothing in others.
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # else which small pages a process got makes steps differ by 10 %
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # else a step's time depends on the small pages a process got
 }
 ECHO_S = 0.3  # after a failure: how long other ranks have to say that they failed too
 SWEEP_S = 0.05  # how often threads born in a quota's group are let out of it

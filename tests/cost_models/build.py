@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from hap.cluster import ClusterSpec
@@ -101,3 +102,10 @@ def cluster(
         for i in range(count)
     )
     return ClusterSpec.from_yaml(f"name: made\nbackend: {backend}\nhosts:\n{body}\n")
+
+
+def assert_concave(sizes: Sequence[float], seconds: Sequence[float], what: str) -> None:
+    """Between any two sizes the straight line is nowhere above the seconds."""
+    for i in range(1, len(sizes) - 1):
+        line = np.interp(sizes[i], [sizes[i - 1], sizes[i + 1]], [seconds[i - 1], seconds[i + 1]])
+        assert line <= seconds[i] * (1 + 1e-9), (what, sizes[i])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from hap.cost_models.order import repeats
 from hap.graph import Graph
 from hap.plan import Plan, Recomputed, Strategy
 from hap.rules.choices import choices
+from hap.runtime.program import HapProgram
 from hap.search.blocks import find_blocks
 from tests._support import cases, gpt2
 from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
@@ -55,19 +58,25 @@ def gpt2_plans() -> dict[str, Plan]:
     }
 
 
+def compiled(plan: Plan, passes_off: Sequence[str] = ()) -> HapProgram:
+    """GPT-2 by a plan."""
+    return hap.compile(
+        gpt2.build(),
+        plan=plan,
+        example_inputs=(gpt2.batch(),),
+        example_targets=gpt2.batch(),
+        loss_fn=gpt2.lm_loss,
+        passes_off=passes_off,
+    )
+
+
 def train_gpt2(rank: int, plans: dict[str, Plan]) -> Errors:
     found: Errors = {}
     model, ids = gpt2.build(), gpt2.batch(1)
     expected = gpt2.lm_loss(model(ids), ids)
     expected.backward()
     for name, plan in plans.items():
-        program = hap.compile(
-            gpt2.build(),
-            plan=plan,
-            example_inputs=(gpt2.batch(),),
-            example_targets=gpt2.batch(),
-            loss_fn=gpt2.lm_loss,
-        )
+        program = compiled(plan)
         mine, targets = program.shard_batch((ids,), ids)
         loss = program(*mine, targets=targets)
         loss.backward()
@@ -84,14 +93,7 @@ def peaks(rank: int, plans: list[Plan]) -> list[int]:
 
 
 def peak(plan: Plan) -> int:
-    program = hap.compile(
-        gpt2.build(),
-        plan=plan,
-        example_inputs=(gpt2.batch(),),
-        example_targets=gpt2.batch(),
-        loss_fn=gpt2.lm_loss,
-        passes_off=PLAIN,
-    )
+    program = compiled(plan, passes_off=PLAIN)
     (ids,), labels = program.shard_batch((gpt2.batch(1),), gpt2.batch(1))
     given = ids.clone(), labels.clone()
     seen = Allocations()

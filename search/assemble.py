@@ -15,7 +15,7 @@ from hap.placement import GroupSizes, Shard
 from hap.plan import GroupPlan, Plan, Provenance, Recomputed, Strategy, verify_plan
 from hap.rules.choices import Choices
 from hap.rules.table import rules_fingerprint
-from hap.search.subsets import Advice
+from hap.search.subsets import Advice, LeftOut
 from hap.units import format_size
 
 ASSUMPTIONS = (
@@ -46,15 +46,15 @@ def assemble_plan(
     model_name: str,
     lower_bound_s: float | None,
     solver: Mapping[str, Any],
-    advice: Advice | None = None,
+    advice: Advice | LeftOut | None = None,
     overlapped_s: float | None = None,
     recomputed: tuple[Recomputed, ...] = (),
 ) -> Plan:
     """The plan of one choice and its evaluation. Only groups that some placement shards are in it. ``advice``: which
-    devices would better be left out; it goes beside what limits the step. ``recomputed``: what is repeated."""
+    devices would better be left out, or were; it goes beside what limits the step. ``recomputed``: what is repeated."""
     graph, groups = choices.graph, choices.groups
     limits = tightest(evaluation) if advice is None else f"{tightest(evaluation)}; {advice}"
-    left_out = {} if advice is None else {"leave_out": list(advice.ranks), "leave_out_step_s": advice.step_s}
+    left_out = {} if advice is None else advice.figures()
     trained = sum(n.meta.numel for n in graph.sources("parameter"))
     plan = Plan(
         provenance=Provenance(

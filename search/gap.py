@@ -7,7 +7,10 @@ The bound is the minimum of a relaxed cost; the plan has a relaxed cost too. Wit
                   + (w . compute - relaxed compute)              launches and whole operands on every rank, which the
                                                                  relaxation lets the share scale
                   + (collectives - relaxed conversions)          shares that suit the compute, not each collective
-                  + (relaxed cost of the plan - bound)           other strategies would be cheaper, if relaxed
+                  + (relaxed cost of the plan - its bound)       other strategies would be cheaper, if relaxed
+                  + (its bound - bound)                          other devices would, where some may be left out
+
+with the plan's bound that of the devices it is for.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from hap.placement import parse_placement
 from hap.plan import Plan
 from hap.search.bound import best_weights, device_classes, make_bound
 from hap.search.prices import Facts
-from hap.search.relaxation import Relaxation
+from hap.search.relaxation import Relaxation, lower_bound
 
 
 class GapTerms(NamedTuple):
@@ -31,12 +34,13 @@ class GapTerms(NamedTuple):
     overhead_s: float
     wire_s: float
     choice_s: float
+    devices_s: float
 
 
 def gap_terms(facts: Facts, plan: Plan) -> GapTerms | None:
-    """The terms of a plan for ``facts``; None if nothing was proved for it."""
-    p, n = plan.predicted, facts.cluster.world_size
-    if p.lower_bound_s is None or n == 1:
+    """The terms of a plan for ``facts``, which are of the devices that it is for; None if nothing was proved for it."""
+    p, n, own = plan.predicted, facts.cluster.world_size, lower_bound(facts)
+    if p.lower_bound_s is None or n == 1 or own is None:
         return None
     weights = best_weights(make_bound(facts))
     relaxed = Relaxation(facts, weights)
@@ -60,5 +64,6 @@ def gap_terms(facts: Facts, plan: Plan) -> GapTerms | None:
         waiting_s=p.step_s - p.communication_s - weighted,
         overhead_s=weighted - compute - slices,
         wire_s=p.communication_s - wire,
-        choice_s=compute + slices + wire - p.lower_bound_s,
+        choice_s=compute + slices + wire - own.seconds,
+        devices_s=own.seconds - p.lower_bound_s,
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from hap.cluster import ClusterSpec
@@ -24,6 +24,7 @@ from hap.plan import Plan
 from hap.rules.choices import Choices
 from hap.search.advice import advise
 from hap.search.assemble import assemble_plan
+from hap.search.fewer import best_met, least_bound_s, pick_devices
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import finest
@@ -55,11 +56,14 @@ def plan_graph(
     effort: Effort = "normal",
     budget_s: float | None = None,
     method: Method = "milp",
+    leave_out: bool = False,
 ) -> Plan:
     """The best plan found for one training step of ``choices.graph`` on ``cluster``.
 
     ``method``: strategies are chosen by an integer program, or synthesised by A* (``synthesis``): both are exact at
     given sizes, so plans cost alike, but A* takes longer.
+    ``leave_out``: where a job is faster without the slowest kinds of devices, the plan is for a cluster of the others
+    (``fewer``), and its bound is below all plans with and without them.
     On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,
     if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work; ``provenance.solver`` then
     says ``stopped``, and names the budget if that was it. InfeasibleError if nothing fits, with the numbers; PlanError
@@ -69,20 +73,25 @@ def plan_graph(
     problem = Problem.state(choices, cluster, optimizer, pins or Pins())
     search = Search(problem, LIMITS[effort], progress=progress, method=method)
     best, overlapped_s, advice = None, None, None
+    tried = [search]  # one, or if devices may be left out one for every choice of devices
     stopped: dict[str, Any] = {}
     collecting = gc.isenabled()
     gc.disable()  # a search makes few cycles, and looking for them among all of torch's objects takes a tenth of it
     try:
-        search, best = run_or_repeat(search)
+        if leave_out:
+            search, best, advice = pick_devices(search, tried)
+        if best is None:
+            search, best = run_or_repeat(search)
         if len(choices.graph.nodes) <= search.limits.played:
             search.progress.say("comparing programs as they run")
             best, overlapped_s = finest(search.chooser, best, search.met)
         best, overlapped_s = or_repeating(search, best, overlapped_s)
-        if effort == "normal":
+        if effort == "normal" and not leave_out:
             search.progress.say("asking whether fewer devices would do")
             advice = advise(search.problem, best, search.alone)
     except (KeyboardInterrupt, OutOfTime) as e:
-        best = best or best_of(f for f in search.met if f.fits)
+        if best is None:
+            search, best = best_met(tried if search in tried else [search])
         if best is None and isinstance(e, OutOfTime):
             raise PlanError(
                 f"no plan was found within the budget of {format_time(budget_s or 0.0)}; give more, or no budget"
@@ -96,13 +105,13 @@ def plan_graph(
             gc.enable()
     return assemble_plan(
         choices,
-        cluster,
+        search.problem.cluster,
         best.strategies,
         best.sizes,
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=search.bound_s,
+        lower_bound_s=least_bound_s(tried),
         solver={**search.statistics(best), **if_kept(search.problem, best), **stopped},
         advice=advice,
         overlapped_s=overlapped_s,
@@ -181,7 +190,7 @@ class Search:
         reached: tuple[float, float] | None = None
         for _ in range(self.limits.rounds):
             self.rounds += 1
-            self.progress.say(self._so_far(best))
+            self.progress.say(partial(self._so_far, best))
             chosen = self.chooser.strategies(sizes, regather, left_out, best=best)
             if chosen is None:
                 break

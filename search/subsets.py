@@ -1,14 +1,16 @@
 """Clusters without some of their devices, and whether a job would be better off there.
 
 A rank without any share still joins every collective and repeats every replicated call, at its own pace: in one job no
-device is ever quite left out. Where that costs more than the device brings, the job should not start on it at all; the
-plan then says so, with the step that the other devices alone would take.
+device is ever quite left out. Where that costs more than the device brings, the job should not start on it at all. The
+plan for all devices then says so, with the step that the others alone would take (``Advice``); a search that may leave
+devices out plans for the others (``fewer``), and says what they would have cost (``LeftOut``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hap.cluster import ClusterSpec
 from hap.hosts import Device
@@ -26,9 +28,41 @@ class Advice:
     instead_of_s: float
 
     def __str__(self) -> str:
-        now, then = (format_time(float(f"{s:.3g}")) for s in (self.instead_of_s, self.step_s))
-        kinds = " and ".join(f"the {count} {kind}" for kind, count in self.kinds)
-        return f"leaving out {kinds} would make the step {then} instead of {now}: run on the other devices"
+        now, then = (_rounded(s) for s in (self.instead_of_s, self.step_s))
+        return f"leaving out {_named(self.kinds)} would make the step {then} instead of {now}: run on the other devices"
+
+    def figures(self) -> dict[str, Any]:
+        """For the plan's provenance."""
+        return {"leave_out": list(self.ranks), "leave_out_step_s": self.step_s}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """The plan is for the cluster without the devices of ``ranks``. With them, too, a step takes at least
+    ``at_least_s``, which is proved; ``with_all_s`` by the plan found at first glance, if there was need to look."""
+
+    ranks: tuple[int, ...]
+    kinds: tuple[tuple[str, int], ...]
+    with_all_s: float | None
+    at_least_s: float
+
+    def __str__(self) -> str:
+        known = f"at least {_rounded(self.at_least_s)}" if self.with_all_s is None else _rounded(self.with_all_s)
+        some, them = ("is", "it") if len(self.ranks) == 1 else ("are", "them")
+        return f"{_named(self.kinds)} {some} left out, with {them} the step would take {known}"
+
+    def figures(self) -> dict[str, Any]:
+        """For the plan's provenance."""
+        with_all = {} if self.with_all_s is None else {"with_all_step_s": self.with_all_s}
+        return {"left_out": list(self.ranks), "with_all_at_least_s": self.at_least_s, **with_all}
+
+
+def _rounded(seconds: float) -> str:
+    return format_time(float(f"{seconds:.3g}"))
+
+
+def _named(kinds: Sequence[tuple[str, int]]) -> str:
+    return " and ".join(f"the {count} {kind}" for kind, count in kinds)
 
 
 def without(cluster: ClusterSpec, ranks: Sequence[int]) -> ClusterSpec:

@@ -147,7 +147,8 @@ class Ddp:
         loss = self.share * self.loss_fn(self.module(self.batch), self.targets)
         loss.backward()
         if self.pace is not None:
-            self.pace.resume()  # the end of backward waits for the last bucket: that is no compute
+            # the end of backward waits for the last bucket, which is no compute, and copies the buckets out, which is
+            self.pace.resume_after_unseen_wait()
         self.optimizer.step()
         return float(loss.detach())
 

@@ -103,6 +103,14 @@ class Deadline:
         if self._wall_mark - self._settled > _AT_ONCE_S:
             self._behind_s = 0.0
 
+    def resume_after_unseen_wait(self) -> None:
+        """The section that began last has waited for the wire where nobody could say so, inside of a library's call: of
+        it only the CPU time counts, as its beginning."""
+        spent_s = time.thread_time() - self._cpu_mark
+        self.resume()
+        self._cpu_mark -= spent_s
+        self._wall_mark -= spent_s
+
     def _begin(self) -> None:
         self._step.clear()
         self._index = 0

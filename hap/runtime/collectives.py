@@ -40,6 +40,7 @@ from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices,
 
 T = TypeVar("T")
 LANES = 3  # of threads: while one bundle's last segments arrive, the next ones' first are on their way
+GROUPS = 2  # of calls that the backend runs by itself, each with Gloo's two threads
 CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
 
 
@@ -82,7 +83,8 @@ class Communicator:
         self.pace: Pace | None = None
         self._routes: dict[tuple[Layout, Layout], Indices] = {}
         self._lanes: list[tuple[Lane, dist.ProcessGroup]] = []
-        self._started = 0  # the same number on every rank
+        self._groups: list[dist.ProcessGroup] = []  # of calls begun by this thread
+        self._started = self._begun = 0  # the same numbers on every rank
         self._fitting: set[tuple[object, ...]] = set()  # calls whose pieces were found to have the layout's extents
 
     @contextmanager
@@ -156,12 +158,14 @@ class Communicator:
         """
         if self.check or self.group is None:
             return Pending(None, self.together(kind, values, layouts, decomposition), None)
-        lane, group = self._next_lane()
-        found = self._prepare(kind, values, layouts, decomposition, group)
+        found = self._prepare(kind, values, layouts, decomposition)
         assert found is not None
+        begins = found.begins and self.device.type != "cuda"
+        lane, group = (None, self._next_group()) if begins else self._next_lane()
+        found.here = found.here._replace(group=group)
         found.pack()
         with self.wire():
-            return Pending(found, None, lane.submit(found.move))
+            return Pending(found, None, found.begin() if lane is None else lane.submit(found.move))
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
         """The results of what was started. Once."""
@@ -209,9 +213,8 @@ class Communicator:
         values: Sequence[torch.Tensor],
         layouts: Sequence[Layouts],
         decomposition: str,
-        group: dist.ProcessGroup | None = None,
     ) -> Transfer | None:
-        """Checked and ready to pack, for ``group`` instead of one's own; None where there is nobody to talk to."""
+        """Checked and ready to pack; None where there is nobody to talk to."""
         call = (kind, decomposition, *((value.shape, value.dtype) for value in values), *map(tuple, layouts))
         if self.check or call not in self._fitting:
             for value, found in zip(values, layouts, strict=True):
@@ -226,7 +229,7 @@ class Communicator:
             if kind == "all_to_all" and found[0].dim == found[1].dim and tuple(found) not in self._routes:
                 source, target = found
                 self._routes[source, target] = find_indices(source, target, self.rank, self.world_size, value.device)
-        here = Here(group or self.group, self.rank, self.world_size)
+        here = Here(self.group, self.rank, self.world_size)
         return transfer(kind, here, values, layouts, decomposition, self._routes)
 
     def _next_lane(self) -> tuple[Lane, dist.ProcessGroup]:
@@ -245,6 +248,16 @@ class Communicator:
                     self._lanes.append((ThreadLane(), dist.new_group(ranks, backend=dist.get_backend(self.group))))
         self._started += 1
         return self._lanes[self._started % len(self._lanes)]
+
+    def _next_group(self) -> dist.ProcessGroup:
+        """In turns, of groups on which only this thread begins calls: so they begin in the program's order on every
+        rank, and need no thread of Python's. The lanes' threads begin theirs on groups of their own."""
+        assert self.group is not None
+        if not self._groups:
+            ranks = dist.get_process_group_ranks(self.group)
+            self._groups = [dist.new_group(ranks, backend=dist.get_backend(self.group)) for _ in range(GROUPS)]
+        self._begun += 1
+        return self._groups[self._begun % len(self._groups)]
 
     def _verify(
         self,

@@ -16,7 +16,7 @@ import torch
 class Ticket(Protocol):
     """Something on its way."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Return when it is done (on a GPU: when later work of this stream will see it done); raise what it raised."""
         ...
 

@@ -36,16 +36,32 @@ class Here(NamedTuple):
 
 
 class Transfer(Protocol):
-    """One collective call. The three are called once each, in this order."""
+    """One collective call. Called once each, in this order; ``begin`` or ``move``."""
+
+    here: Here
+    begins: bool  # whether one call of the backend's moves all; the same on every rank
 
     def pack(self) -> None: ...
+
+    def begin(self) -> dist.Work:
+        """Start moving, by the one call; done when what is returned has been waited for."""
+        ...
 
     def move(self) -> None: ...
 
     def unpack(self) -> list[torch.Tensor]: ...
 
 
-class Gather:
+class _InSteps:
+    """A transfer of several calls, each of which needs what the one before it brought."""
+
+    begins = False
+
+    def begin(self) -> dist.Work:
+        raise AssertionError("no single call moves this")
+
+
+class Gather(_InSteps):
     """``all_gather``: pieces -> whole values. Bytes, so any mixture of dtypes."""
 
     def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
@@ -101,10 +117,14 @@ class Reduce:
 
     def __init__(self, here: Here, values: Sequence[torch.Tensor], how: str) -> None:
         self.here, self.how, self.values = here, how, values
+        self.begins = how == "ring" and any(value.numel() for value in values)
 
     def pack(self) -> None:
         parts = [value.reshape(-1) for value in self.values]
         self.flat = parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts)
+
+    def begin(self) -> dist.Work:
+        return _begun(dist.all_reduce(self.flat, group=self.here.group, async_op=True))
 
     def move(self) -> None:
         if not self.flat.numel():
@@ -120,7 +140,7 @@ class Reduce:
         return [part.view(value.shape) for part, value in zip(parts, self.values, strict=True)]
 
 
-class Scatter:
+class Scatter(_InSteps):
     """``reduce_scatter``: partial sums of whole values -> this rank's pieces of the sums."""
 
     def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
@@ -170,6 +190,7 @@ class Swap:
         self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str, routes: Routes
     ) -> None:
         self.here, self.how, self.values, self.layouts, self.routes = here, how, values, layouts, routes
+        self.begins = how == "direct"
         self.shapes = [self._arriving(value, *pair) for value, pair in zip(values, layouts, strict=True)]
         self.nbytes = [
             [math.prod(shape) * value.itemsize for shape in shapes]
@@ -200,6 +221,11 @@ class Swap:
         ]
         self.outgoing = [sum(p.numel() for p in row) for row in parts]
         self.flat = torch.cat([p for row in parts for p in row])
+
+    def begin(self) -> dist.Work:
+        self.sent, self.flat = self.flat, self.flat.new_empty(sum(self.incoming))  # both live until it is done
+        group, lengths = self.here.group, (self.incoming, self.outgoing)
+        return _begun(dist.all_to_all_single(self.flat, self.sent, *lengths, group=group, async_op=True))
 
     def move(self) -> None:
         if self.how == "pairs":
@@ -246,6 +272,11 @@ def transfer(
         case "all_to_all":
             return Swap(here, values, layouts, how, routes)
     raise AssertionError(f"{kind} needs no wire")
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not of the group"
+    return work
 
 
 def find_indices(source: Layout, target: Layout, rank: int, world_size: int, device: torch.device) -> Indices:

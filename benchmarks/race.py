@@ -2,6 +2,7 @@
 
     python benchmarks/race.py [--quick] [--models GPT-2,VGG] [--clusters both] [--rounds 4] [--bare]
 
+Every cluster is first measured as a user would (``hap profile``), with the models that are raced; HAP plans from that.
 Contestants: HAP (its planner's own choice for the cluster), with ``--bare`` the same plan without its passes, DDP with
 equal batches, and with batches in proportion to the devices' speeds (weighted so that the gradient is the global
 batch's): DDP, ZeRO-1 (``ZeroRedundancyOptimizer``), FSDP2 (``fully_shard``). Where all devices are equally fast the two
@@ -30,13 +31,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import COLOURS, Options, Report, Spread, commit, drawing, parse
 from benchmarks.race_models import MODELS, build
-from benchmarks.race_rank import exchange_s, race
-from benchmarks.testbed import RankError, Testbed, played
+from benchmarks.race_rank import calibrate, race
+from benchmarks.testbed import RankError, Testbed
 from hap.capture import capture
-from hap.cluster import ClusterSpec, Link
+from hap.cluster import ClusterSpec
+from hap.cost_models.profile import Profile
 from hap.placement import Shard
 from hap.rules.choices import choices
-from hap.runtime.emulate import HostRate, measure_host
 from hap.search.planner import plan_graph
 
 NAME = "race"
@@ -183,34 +184,37 @@ def cannot_run(model: str) -> str | None:
     equal = dealt(len(built.example_inputs), (1,) * 4)
     with Testbed(cluster("equal")) as bed:
         try:
-            bed.run(race, ["FSDP2"], model, equal, equal, "", "", 1, timeout=120.0)
+            bed.run(race, ["FSDP2"], model, equal, equal, "", "", "", 1, timeout=120.0)
         except RankError as error:
             return str(error).strip().splitlines()[-1]
     return None
 
 
-def run_case(model: str, name: str, host: HostRate, rounds: int, absent: Mapping[str, str], bare: bool) -> Case:
-    """Plan, then race all that are not ``absent``."""
+def profiled(name: str, models: Sequence[str]) -> Profile:
+    """What a user would do first: measure the cluster, with the calls of what is to be trained."""
     spec = cluster(name)
     with Testbed(spec) as bed:
-        latency_s = bed.run(exchange_s)[0]
-    told = played(spec, host, Link(1e9, 1e-4), latency_s)
+        text = bed.run(calibrate, spec.to_yaml(), models, timeout=300.0)[0]
+    return Profile.model_validate_json(text)
+
+
+def run_case(model: str, name: str, profile: Profile, rounds: int, absent: Mapping[str, str], bare: bool) -> Case:
+    """Plan, then race all that are not ``absent``."""
+    spec = cluster(name)
     built = build(model)
     graph = capture(
         built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets, name=model
     )
-    plan = plan_graph(choices(graph), told)
+    plan = plan_graph(choices(graph), profile.calibrate(spec))
     batch = len(built.example_inputs)
     sizes, equal = dealt(batch, CLUSTERS[name][0]), dealt(batch, (1,) * 4)
     names = [who for who in (OURS, BARE, *BASELINES) if who not in absent and (bare or who != BARE)]
     if sizes == equal:
         names.remove("DDP, by speed")
-    told_yaml, text = told.to_yaml(), plan.to_json()
+    given = (plan.to_json(), spec.to_yaml(), profile.model_dump_json())
     with Testbed(spec) as bed:
         slowdowns = tuple(r.slowdown for r in bed.layout.ranks)
-        found = [
-            bed.run(race, names, model, sizes, equal, text, told_yaml, rounds, timeout=900.0) for _ in range(SESSIONS)
-        ]
+        found = [bed.run(race, names, model, sizes, equal, *given, rounds, timeout=900.0) for _ in range(SESSIONS)]
     predicted = plan.predicted
     assert predicted.overlapped_s is not None
     case = Case(
@@ -254,12 +258,13 @@ def main() -> None:
     clusters = chosen(options.extra.clusters, CLUSTERS, ("both", "equal") if options.quick else tuple(CLUSTERS))
     rounds = options.extra.rounds or (1 if options.quick else ROUNDS)
     report = CasesReport(NAME, "The race: HAP against DDP, ZeRO-1 and FSDP2 on unequal clusters", options)
-    host = measure_host()
     reasons = {model: cannot_run(model) for model in models}
     absent = {model: {"FSDP2": why} if why else {} for model, why in reasons.items()}
     for name in clusters:
+        profile = profiled(name, models)
+        print(f"{name}: profiled in {profile.seconds_taken:.0f} s", flush=True)
         for model in models:
-            case = run_case(model, name, host, rounds, absent[model], options.extra.bare)
+            case = run_case(model, name, profile, rounds, absent[model], options.extra.bare)
             report.cases[case.name] = case
             print(line(case), flush=True)
     in_order = [f"{model}, {name}" for name in CLUSTERS for model in MODELS]

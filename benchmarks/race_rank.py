@@ -22,10 +22,15 @@ from torch.nn.parallel import DistributedDataParallel
 import hap
 from benchmarks.allocations import Allocations
 from benchmarks.race_models import build
-from benchmarks.testbed.pace import Deadline, deadline
+from benchmarks.testbed.pace import Deadline, deadline, own_slowdown
 from hap.build import BuiltModel
+from hap.capture import capture
 from hap.cluster import ClusterSpec
+from hap.cost_models.profile import Profile
 from hap.plan import Plan
+from hap.rules.choices import choices
+from hap.runtime.collectives import Communicator
+from hap.runtime.profile import measure
 
 RATE = 1e-3
 WARM = 3  # steps; DDP rearranges its buckets after the first
@@ -68,6 +73,22 @@ def exchange_s(rank: int) -> float:
     return float(slowest.median())
 
 
+def calibrate(rank: int, cluster: str, models: Sequence[str]) -> str:
+    """The profile's JSON of the cluster (given as YAML), measured on the bed with the models' calls."""
+    torch.set_num_threads(1)
+    graphs = []
+    for name in models:
+        built = build(name)
+        graph = capture(
+            built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets, name=name
+        )
+        graphs.append((graph, choices(graph).strategies))
+    spec, comm = ClusterSpec.from_yaml(cluster), Communicator(dist.group.WORLD)
+    said = ("testbed, deadline mode: compute is CPU time x slow-down",)
+    found = measure(spec, comm, graphs, optimizers=("adamw",), slowdown=own_slowdown(), conditions=said)
+    return found.model_dump_json()
+
+
 class Contestant(Protocol):
     """``step`` returns this rank's contribution to the global loss."""
 
@@ -79,12 +100,12 @@ class Contestant(Protocol):
 
 
 class Hap:
-    """``hap.compile`` with a plan made before."""
+    """``hap.compile`` with a plan made before, from the profile that its cluster was planned with."""
 
-    def __init__(self, built: BuiltModel, plan: str, cluster: str, passes_off: Sequence[str]) -> None:
+    def __init__(self, built: BuiltModel, plan: str, cluster: str, profile: str, passes_off: Sequence[str]) -> None:
         self.program = hap.compile(
             built.model,
-            ClusterSpec.from_yaml(cluster),
+            Profile.model_validate_json(profile).calibrate(ClusterSpec.from_yaml(cluster)),
             plan=Plan.from_json(plan),
             example_inputs=built.example_inputs,
             example_targets=built.example_targets,
@@ -268,14 +289,16 @@ def _held(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[tor
     return [*parameters, *gradients, *state]
 
 
-def enter(name: str, model: str, sizes: Sequence[int], equal: Sequence[int], plan: str, cluster: str) -> Contestant:
+def enter(
+    name: str, model: str, sizes: Sequence[int], equal: Sequence[int], plan: str, cluster: str, profile: str
+) -> Contestant:
     """A fresh contestant. Collective."""
     built = build(model)
     match name:
         case "HAP":
-            return Hap(built, plan, cluster, ())
+            return Hap(built, plan, cluster, profile, ())
         case "HAP, no passes":
-            return Hap(built, plan, cluster, ("bucket", "prefetch", "overlap"))
+            return Hap(built, plan, cluster, profile, ("bucket", "prefetch", "overlap"))
         case "DDP":
             return Ddp(built, equal)
         case "DDP, by speed":
@@ -295,13 +318,14 @@ def race(
     equal: Sequence[int],
     plan: str,
     cluster: str,
+    profile: str,
     rounds: int,
 ) -> dict[str, Result]:
     """Every contestant named, by name; they take turns, a block of steps each."""
     torch.set_num_threads(1)
     found, paces, losses = dict[str, Contestant](), dict[str, Deadline](), dict[str, tuple[float, ...]]()
     for name in names:
-        found[name] = enter(name, model, sizes, equal, plan, cluster)
+        found[name] = enter(name, model, sizes, equal, plan, cluster, profile)
         losses[name] = tuple(found[name].step() for _ in range(WARM))
         paces[name] = deadline()
     for _ in range(RECORDINGS):

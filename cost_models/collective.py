@@ -121,6 +121,7 @@ class Forms:
     cluster: Cluster
     _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _known: dict[tuple[Collective, str, int], CollectiveForm] = field(default_factory=dict, repr=False)
+    _best: dict[tuple[object, ...], tuple[str, float]] = field(default_factory=dict, repr=False)
 
     def names(self, kind: Collective) -> tuple[str, ...]:
         if kind not in self._names:
@@ -131,6 +132,14 @@ class Forms:
         self, kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes
     ) -> tuple[str, float]:
         """See ``best_decomposition``."""
+        key = (kind, nbytes, *(_what_matters(p, sizes, kind) for p in (source, target)))
+        if key not in self._best:
+            self._best[key] = self._find_best(kind, nbytes, source, target, sizes)
+        return self._best[key]
+
+    def _find_best(
+        self, kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes
+    ) -> tuple[str, float]:
         rho, sigma = (shares(p, sizes, len(self.cluster.devices)) for p in (source, target))
         timed = [
             (name, self._form(kind, name, nbytes, source, target, sizes).seconds(rho, sigma))
@@ -147,6 +156,13 @@ class Forms:
         if key not in self._known:
             self._known[key] = collective_coefficients(kind, name, nbytes, source, target, self.cluster)
         return self._known[key]
+
+
+def _what_matters(placement: Placement, sizes: GroupSizes, kind: Collective) -> object:
+    """What the seconds of a collective depend on."""
+    if not isinstance(placement, Shard):
+        return str(placement)
+    return (placement if kind == "all_to_all" else None, tuple(sizes[placement.group]))
 
 
 def collective_seconds(

@@ -216,11 +216,11 @@ class Calls:
 
     graph: Graph
     _work: dict[str, Work] = field(default_factory=dict, repr=False)
-    _parts: dict[tuple[str, Strategy], Parts] = field(default_factory=dict, repr=False)
+    _parts: dict[tuple[str, int], Parts] = field(default_factory=dict, repr=False)
 
     def parts(self, name: str, strategy: Strategy) -> Parts:
         """The work of a node as the strategy divides it."""
-        key = (name, strategy)
+        key = (name, id(strategy))  # to hash a strategy takes longer; it is kept by its parts, and so is its id
         if key not in self._parts:
             if name not in self._work:
                 self._work[name] = node_work(self.graph, self.graph.by_name[name])

@@ -22,14 +22,14 @@ from hap.conversion import Need, find_needs
 from hap.cost_models.collective import Forms
 from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeModel
 from hap.cost_models.fold import Cluster, fold
-from hap.cost_models.memory import MemoryUse, local_bytes, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import MemoryUse, Walk, local_bytes, optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_order, repeats
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
 from hap.cost_models.strides import Strides, find_strides
 from hap.fabric import Array
 from hap.graph import Graph, Node
-from hap.placement import GroupSizes, Shard
+from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Conversion, Prediction, Strategy
 
 
@@ -98,6 +98,18 @@ class Evaluation:
 
 
 @dataclass(frozen=True, eq=False)
+class Prepared:
+    """What the cost of strategies needs that no sizes change. ``groups``: those that some placement shards; ``again``:
+    what is repeated before which call."""
+
+    strategies: Mapping[str, Strategy]
+    needs: Sequence[Need]
+    groups: tuple[str, ...]
+    again: Mapping[str, tuple[Node, ...]]
+    walk: Walk
+
+
+@dataclass(frozen=True, eq=False)
 class Evaluator:
     """``evaluate`` for one graph, cluster and optimizer; what depends on nothing else is found once."""
 
@@ -126,13 +138,25 @@ class Evaluator:
         needs: Sequence[Need],
         recomputed: Collection[str] = (),
     ) -> Evaluation:
-        """See ``evaluate``. Ranks that are alike and hold alike are asked about once."""
+        """See ``evaluate``."""
+        return self.at_sizes(self.prepare(strategies, needs, recomputed), sizes)
+
+    def prepare(
+        self, strategies: Mapping[str, Strategy], needs: Sequence[Need], recomputed: Collection[str] = ()
+    ) -> Prepared:
+        """What does not depend on sizes, for those who ask about several."""
         used = dict.fromkeys(p.group for s in strategies.values() for p in s.outputs + s.inputs if isinstance(p, Shard))
-        sizes = {group: sizes[group] for group in used}
+        again = repeats(self.graph, strategies, recomputed)
+        walk = Walk(self.graph, strategies, needs, order=self.order, strides=self.strides, again=again)
+        return Prepared(strategies, needs, tuple(used), again, walk)
+
+    def at_sizes(self, prepared: Prepared, sizes: GroupSizes) -> Evaluation:
+        """Ranks that are alike and hold alike are asked about once."""
+        sizes = {group: sizes[group] for group in prepared.groups}
         folded = fold(self.cluster, dict.fromkeys(sizes.values()))
         if folded is None:
-            return self._evaluate(strategies, sizes, needs, recomputed, self.cluster, self.forms)
-        found = self._evaluate(strategies, folded.take(sizes), needs, recomputed, folded, Forms(folded))
+            return self._evaluate(prepared, sizes, self.cluster, self.forms)
+        found = self._evaluate(prepared, folded.take(sizes), folded, Forms(folded))
         return replace(
             found,
             compute_s=folded.spread(found.compute_s),
@@ -141,23 +165,15 @@ class Evaluator:
             devices=tuple(d.name for d in self.cluster.devices),
         )
 
-    def _evaluate(
-        self,
-        strategies: Mapping[str, Strategy],
-        sizes: GroupSizes,
-        needs: Sequence[Need],
-        recomputed: Collection[str],
-        cluster: Cluster,
-        forms: Forms,
-    ) -> Evaluation:
-        graph, model = self.graph, self.model
-        costs = Pricer(graph, sizes, cluster, forms).price(needs)
-        again = repeats(graph, strategies, recomputed)
-        items = sequence(graph, strategies, sizes, cluster, costs, model, self.calls, again)
+    def _evaluate(self, prepared: Prepared, sizes: GroupSizes, cluster: Cluster, forms: Forms) -> Evaluation:
+        graph, strategies, model = self.graph, prepared.strategies, self.model
+        costs = Pricer(graph, sizes, cluster, forms).price(prepared.needs)
+        items = sequence(graph, strategies, sizes, cluster, costs, model, self.calls, prepared.again)
         compute, stages, last = _stages(items, cluster.world_size)
         update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model)
         communication = sum(c.seconds for c in costs if c.need.collective != "slice")
         ending = float((last + update).max())
+        ways = [c.decomposition for c in costs]
         return Evaluation(
             step_s=stages + communication + ending,
             compute_s=tuple(float(s) for s in compute + update),
@@ -165,18 +181,8 @@ class Evaluator:
             communication_s=communication,
             update_s=ending - float(last.max()),
             conversions=costs,
-            memory=memory_use(
-                graph,
-                strategies,
-                sizes,
-                needs,
-                cluster.world_size,
-                self.optimizer,
-                ranks=cluster.fabric.world_size,
-                order=self.order,
-                strides=self.strides,
-                decompositions=[c.decomposition for c in costs],
-                again=again,
+            memory=prepared.walk.use(
+                sizes, cluster.world_size, self.optimizer, ranks=cluster.fabric.world_size, decompositions=ways
             ),
             usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
             devices=tuple(d.name for d in cluster.devices),
@@ -230,10 +236,14 @@ def update_seconds(
     and state, and launches once per parameter that the rank holds any of (assumed: torch's fused and foreach kernels
     launch less often, its plain loops more)."""
     table, seconds = UpdateTable(cluster, optimizer, model), np.zeros(cluster.world_size)
+    known: dict[tuple[int, Placement], Array] = {}
     for node in _trained(graph):
         placement = strategies[node.name].outputs[0]
         assert placement is not None
-        seconds += table.seconds(local_bytes(node.meta.nbytes, placement, sizes, cluster.world_size))
+        key = (node.meta.nbytes, placement)
+        if key not in known:
+            known[key] = table.seconds(local_bytes(*key, sizes, cluster.world_size))
+        seconds += known[key]
     return seconds
 
 

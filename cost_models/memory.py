@@ -20,9 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hap.conversion import Need, required_results
 from hap.cost_models.order import program_order
@@ -90,53 +92,61 @@ def memory_use(
     ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
     classes and ``ranks`` that of ranks. ``order`` and ``strides`` are the graph's, if known. ``again``: the calls
     that are repeated before a call (``order.repeats``)."""
-    ledger = _Ledger(graph, strategies, sizes, world_size, ranks, order, strides, again)
-    ledger.walk(needs, decompositions)
-    held = ledger.held(optimizer)
-    peak = sum(held.values()).argmax(axis=0)  # type: ignore[union-attr]
-    return MemoryUse(tuple({k: int(held[k][peak[r], r]) for k in KINDS} for r in range(world_size)))
+    walk = Walk(graph, strategies, needs, order=order, strides=strides, again=again)
+    return walk.use(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions)
 
 
 @dataclass
 class _Storage:
-    """One allocation: there from moment ``born`` to moment ``last``."""
+    """One allocation: there from moment ``born`` to moment ``last``; of bytes ``times`` those of row ``piece``."""
 
     kind: str
-    nbytes: Array
+    piece: int
+    times: int
     born: int
     last: int
 
 
-class _Ledger:
-    """Allocations met on a walk through the program. Every call and every conversion is a moment of its own."""
+@dataclass(frozen=True)
+class _Staging:
+    """What conversion number ``need`` of a value of ``nbytes`` packs and unpacks at a moment; see ``Pieces``."""
+
+    moment: int
+    need: int
+    nbytes: int
+    cut: bool
+    across: bool
+
+
+class Walk:
+    """Allocations met on a walk through the program, whatever the sizes and the ways of the conversions ``needs``.
+    Every call and every conversion is a moment of its own. The other arguments: see ``memory_use``."""
 
     def __init__(
         self,
         graph: Graph,
         strategies: Mapping[str, Strategy],
-        sizes: GroupSizes,
-        world_size: int,
-        ranks: int | None = None,
+        needs: Sequence[Need],
+        *,
         order: Sequence[Node] | None = None,
         strides: Strides | None = None,
         again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
     ) -> None:
-        self.graph, self.strategies, self.sizes, self.world_size = graph, strategies, sizes, world_size
-        self.ranks = world_size if ranks is None else ranks
-        self.storages: list[_Storage] = []
-        self.of: dict[Value, _Storage] = {}
-        self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
-        self.needs: dict[tuple[Value, Placement, Phase], tuple[Need, str]] = {}
+        self.graph, self.strategies, self.needs = graph, strategies, needs
         self.order = program_order(graph) if order is None else order
         self.strides = find_strides(graph) if strides is None else strides
         self.again = again
+        self.number = {(n.value, n.target, n.phase): i for i, n in enumerate(needs)}
+        self.pieces: dict[tuple[int, Placement], int] = {}  # bytes of the whole and how it lies -> row
+        self.storages: list[_Storage] = []
+        self.stagings: list[_Staging] = []
+        self.of: dict[Value, _Storage] = {}
+        self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
         self.moments: dict[str, int] = {}  # of the calls
         self.end = -1  # the latest moment
+        self._walk()
 
-    def walk(self, needs: Sequence[Need], decompositions: Sequence[str] | None = None) -> None:
-        if decompositions is None:
-            decompositions = [UNASKED[n.collective] for n in needs]
-        self.needs = {(n.value, n.target, n.phase): (n, how) for n, how in zip(needs, decompositions, strict=True)}
+    def _walk(self) -> None:
         results: dict[str, list[tuple[Value, Placement]]] = {}
         for value, target in required_results(self.graph, self.strategies):
             results.setdefault(value.node, []).append((value, target))
@@ -150,59 +160,49 @@ class _Ledger:
         self._keep_results()
 
     def _call(self, node: Node, phase: Phase) -> None:
-        read = [self._storage_read(node, i, phase) for i in range(len(node.inputs))]
+        wanted = self.strategies[node.name].inputs
+        read = [self._held_as(value, target, phase) for value, target in zip(node.inputs, wanted, strict=True)]
         self.end += 1
         for storage in read:
             storage.last = self.end
         self._produce(node, read)
 
-    def _bytes(self, value: Value, placement: Placement) -> Array:
-        return local_bytes(self.graph.meta(value).nbytes, placement, self.sizes, self.world_size)
-
-    def _allocate(self, kind: str, nbytes: Array) -> _Storage:
-        self.storages.append(_Storage(kind, nbytes, self.end, self.end))
+    def _allocate(self, kind: str, value: Value, placement: Placement, times: int = 1) -> _Storage:
+        piece = self.pieces.setdefault((self.graph.meta(value).nbytes, placement), len(self.pieces))
+        self.storages.append(_Storage(kind, piece, times, self.end, self.end))
         return self.storages[-1]
 
-    def _convert(self, need: Need, decomposition: str) -> _Storage:
+    def _convert(self, number: int) -> _Storage:
+        need = self.needs[number]
         self.end += 1
         source = self.of[need.value]
         source.last = self.end
         if need.collective == "slice" and self._in_order(need.value, need.target):
             return source  # a range of its memory
-        kind = "gathered" if need.collective == "all_gather" else "activations"
-        copy = self._allocate(kind, self._bytes(need.value, need.target))
-        self._allocate("temporary", staging_bytes(need.collective, decomposition, self._pieces(need)))
-        return copy
+        self.stagings.append(self._staging(number, need))
+        return self._allocate("gathered" if need.collective == "all_gather" else "activations", need.value, need.target)
 
-    def _pieces(self, need: Need) -> Pieces:
+    def _staging(self, number: int, need: Need) -> _Staging:
         value, source, target = need.value, need.source, need.target
         same_dim = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
-        cut = value in self.strides.scattered
-        return Pieces(
-            source=self._bytes(value, source),
-            target=self._bytes(value, target),
-            whole=self._bytes(value, REPLICATE),
-            cut=cut or same_dim or (isinstance(target, Shard) and not self._in_order(value, target)),
-            across=isinstance(source, Shard) and not self._in_order(value, source),
-            ranks=self.ranks,
-        )
+        scattered = value in self.strides.scattered
+        cut = scattered or same_dim or (isinstance(target, Shard) and not self._in_order(value, target))
+        across = isinstance(source, Shard) and not self._in_order(value, source)
+        return _Staging(self.end, number, self.graph.meta(value).nbytes, cut, across)
 
     def _in_order(self, value: Value, placement: Placement) -> bool:
         """The ranks' pieces, one after another in memory, are the whole value (if that is contiguous)."""
         assert isinstance(placement, Shard)
         return placement.outer == 1 and math.prod(self.graph.meta(value).shape[: placement.dim]) == 1
 
-    def _storage_read(self, node: Node, position: int, phase: Phase) -> _Storage:
-        value, target = node.inputs[position], self.strategies[node.name].inputs[position]
-        return self._held_as(value, target, phase)
-
     def _held_as(self, value: Value, target: Placement, phase: Phase) -> _Storage:
         """Where the value lies in a placement, converted now if it has not been."""
-        if target == self.strategies[value.node].outputs[value.index]:
+        made = self.strategies[value.node].outputs[value.index]
+        if target is made or target == made:
             return self.of[value]
-        key = (value, target, phase) if (value, target, phase) in self.needs else (value, target, "forward")
+        key = (value, target, phase) if (value, target, phase) in self.number else (value, target, "forward")
         if key not in self.copies:
-            self.copies[key] = self._convert(*self.needs[key])
+            self.copies[key] = self._convert(self.number[key])
         return self.copies[key]
 
     def _produce(self, node: Node, read: Sequence[_Storage]) -> None:
@@ -212,12 +212,12 @@ class _Ledger:
             if meta is None or placement is None:
                 continue
             if i == 0 and (inner := _INNER.get(node.op.split(".")[-2] if "." in node.op else "", 0)):
-                self._allocate("temporary", inner * self._bytes(value, placement))
+                self._allocate("temporary", value, placement, inner)
             if shares:
                 self.of[value] = read[0]
             else:
                 kind = "parameters" if node.is_source else "activations"
-                self.of[value] = self._allocate(kind, self._bytes(value, placement))
+                self.of[value] = self._allocate(kind, value, placement)
 
     def _copies(self, node: Node) -> bool:
         """A view that must copy; what was converted for it is contiguous."""
@@ -237,13 +237,58 @@ class _Ledger:
             if value in gradients and storage.kind != "parameters":
                 storage.kind = "gradients"
 
-    def held(self, optimizer: str) -> dict[str, Array]:
-        """Kind -> bytes (moments, N)."""
-        changes = {k: np.zeros((self.end + 2, self.world_size)) for k in KINDS}
-        for s in self.storages:
-            changes[s.kind][s.born] += s.nbytes
-            changes[s.kind][s.last + 1] -= s.nbytes
+    @cached_property
+    def _table(self) -> tuple[NDArray[np.intp], Array, NDArray[np.intp], NDArray[np.intp]]:
+        """Of every storage: row of its piece, how many times, and where it comes and goes among all kinds' moments."""
+        kinds = np.array([KINDS.index(s.kind) for s in self.storages]) * (self.end + 2)
+        pieces, times, born, last = np.array([(s.piece, s.times, s.born, s.last) for s in self.storages]).T
+        return pieces, times.astype(np.float64), kinds + born, kinds + last + 1
+
+    def held(
+        self,
+        sizes: GroupSizes,
+        world_size: int,
+        optimizer: str,
+        *,
+        ranks: int | None = None,
+        decompositions: Sequence[str] | None = None,
+    ) -> dict[str, Array]:
+        """Kind -> bytes (moments, N). See ``memory_use``."""
+        moments = self.end + 2
+        own = np.array([local_bytes(*piece, sizes, world_size) for piece in self.pieces])
+        pieces, times, born, gone = self._table
+        changes = np.zeros((world_size, len(KINDS) * moments))
+        for row, amounts in zip(changes, (own[pieces] * times[:, None]).T, strict=True):
+            row += np.bincount(born, amounts, len(row)) - np.bincount(gone, amounts, len(row))
+        by_kind = dict(zip(KINDS, changes.reshape(world_size, len(KINDS), moments).transpose(1, 2, 0), strict=True))
+        ways = [UNASKED[n.collective] for n in self.needs] if decompositions is None else decompositions
+        known: dict[object, Array] = {}
+        for s in self.stagings:
+            need, how = self.needs[s.need], ways[s.need]
+            key = (s.nbytes, need.source, need.target, how, s.cut, s.across)
+            if key not in known:
+                source, target, whole = (
+                    local_bytes(s.nbytes, p, sizes, world_size) for p in (need.source, need.target, REPLICATE)
+                )
+                asked = Pieces(source, target, whole, s.cut, s.across, world_size if ranks is None else ranks)
+                known[key] = staging_bytes(need.collective, how, asked)
+            by_kind["temporary"][s.moment] += known[key]
+            by_kind["temporary"][s.moment + 1] -= known[key]
         for node in self.graph.sources("parameter"):
             if node.target in self.graph.gradients:
-                changes["optimizer"][0] += self.of[Value(node.name)].nbytes * optimizer_state_bytes(optimizer, 1)
-        return {k: c.cumsum(axis=0)[: self.end + 1] for k, c in changes.items()}
+                by_kind["optimizer"][0] += own[self.of[Value(node.name)].piece] * optimizer_state_bytes(optimizer, 1)
+        return {kind: by_moment.cumsum(axis=0)[: self.end + 1] for kind, by_moment in by_kind.items()}
+
+    def use(
+        self,
+        sizes: GroupSizes,
+        world_size: int,
+        optimizer: str,
+        *,
+        ranks: int | None = None,
+        decompositions: Sequence[str] | None = None,
+    ) -> MemoryUse:
+        """See ``memory_use``."""
+        held = self.held(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions)
+        peak = sum(held.values()).argmax(axis=0)  # type: ignore[union-attr]
+        return MemoryUse(tuple({k: int(held[k][peak[r], r]) for k in KINDS} for r in range(world_size)))

@@ -80,7 +80,7 @@ def sequence(
     the backward pass."""
     table, calls = ComputeTable(cluster.devices, model), calls or Calls(graph)
     atoms = {group: np.array(s, dtype=np.float64) for group, s in sizes.items()}
-    ones = np.ones(cluster.world_size)
+    ones, known = np.ones(cluster.world_size), dict[object, Array | None]()
     at: dict[str, list[ConversionCost]] = {}
     for cost in costs:
         at.setdefault(cost.need.before or f"after {cost.need.value.node}", []).append(cost)
@@ -94,9 +94,12 @@ def sequence(
 
     def compute(node: Node, kind: str) -> Iterator[Local]:
         parts = calls.parts(node.name, strategies[node.name])
-        seconds = table.seconds(parts, ones if parts.group is None else atoms[parts.group] / parts.n)
-        if seconds.any():
-            yield Local(node.name, kind, seconds)
+        key = (parts, parts.call) if table.is_measured else parts
+        if key not in known:
+            seconds = table.seconds(parts, ones if parts.group is None else atoms[parts.group] / parts.n)
+            known[key] = seconds if seconds.any() else None
+        if (found := known[key]) is not None:
+            yield Local(node.name, kind, found)
 
     around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in cluster.devices]
     yield Local("step", "forward", np.array(around))

@@ -37,7 +37,7 @@ from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue, Timeline, play
 from hap.fabric import Array
 from hap.graph import Graph
-from hap.placement import REPLICATE, GroupSizes, Placement, Shard
+from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.plan import GroupPlan, Plan, Strategy
 from hap.search.assemble import used_groups
 from hap.search.found import Found
@@ -109,10 +109,9 @@ def _key(found: Found) -> tuple[object, ...]:
 
 @dataclass(eq=False)
 class _Stopwatch:
-    """The step of one candidate after another; what they have in common is found once."""
+    """The step of one candidate after another."""
 
     problem: Problem
-    _best: dict[tuple[object, ...], str] = field(default_factory=dict)
 
     def seconds(self, found: Found) -> float:
         """As ``played`` of the plan's program has it."""
@@ -131,22 +130,7 @@ class _Stopwatch:
 
     def _chooser(self, sizes: GroupSizes) -> Callable[[Convert, int], str]:
         forms = self.problem.facts.evaluator.forms
-
-        def choose(largest: Convert, nbytes: int) -> str:
-            key = (largest.kind, nbytes, *(_sized(p, sizes, largest.kind) for p in (largest.source, largest.target)))
-            if key not in self._best:
-                how, _ = forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)
-                self._best[key] = how
-            return self._best[key]
-
-        return choose
-
-
-def _sized(placement: Placement, sizes: GroupSizes, kind: str) -> object:
-    """What the seconds of a collective depend on."""
-    if not isinstance(placement, Shard):
-        return str(placement)
-    return (placement if kind == "all_to_all" else None, sizes[placement.group])
+        return lambda largest, nbytes: forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)[0]
 
 
 def _step_s(events: Iterable[Event], width: int) -> float:

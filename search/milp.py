@@ -48,7 +48,7 @@ from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import Partial, Placement
 from hap.search.classes import Classes, Slot, ValueClass
-from hap.search.protos import HIGHS, Solution, seeded, solve_once
+from hap.search.protos import HIGHS, Solution, fill_matrix, seeded, solve_once
 from hap.search.warm import WarmProgram
 
 if TYPE_CHECKING:
@@ -314,23 +314,6 @@ def _priced(skeleton: Skeleton, found: Coefficients, barriers: bool, limited: bo
     proto.linear_constraints.upper_bounds.extend([ub for _, ub in skeleton.row_bounds] + upper)
     fill_matrix(proto, skeleton.entries, rows, first)
     return proto
-
-
-def fill_matrix(
-    proto: model_pb2.ModelProto, entries: Sequence[tuple[int, int, float]], dense: Array, first: int
-) -> None:
-    """Sparse entries, then ``dense`` rows from row ``first`` on; sorted by row and column, equal places added up."""
-    matrix, width = proto.linear_constraint_matrix, len(proto.variables.ids)
-    table = np.array(entries, dtype=np.float64).reshape(len(entries), 3)
-    places, inverse = np.unique(
-        table[:, 0].astype(np.int64) * width + table[:, 1].astype(np.int64), return_inverse=True
-    )
-    values = np.bincount(inverse, weights=table[:, 2], minlength=len(places))
-    kept = values != 0.0
-    rows, columns = np.nonzero(dense)
-    matrix.row_ids.extend([*(places[kept] // width).tolist(), *(rows + first).tolist()])
-    matrix.column_ids.extend([*(places[kept] % width).tolist(), *columns.tolist()])
-    matrix.coefficients.extend([*values[kept].tolist(), *dense[rows, columns].tolist()])
 
 
 def _grouped(placements: Sequence[Placement], terms: Terms) -> dict[Placement, Terms]:

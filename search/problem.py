@@ -15,7 +15,7 @@ import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.conversion import find_needs
-from hap.cost_models.evaluate import Evaluation
+from hap.cost_models.evaluate import Evaluation, Prepared
 from hap.fabric import Array
 from hap.placement import GroupSizes, Shard, Sizes
 from hap.plan import Recomputed, Strategy
@@ -27,6 +27,8 @@ from hap.search.prices import Facts
 from hap.search.ratios import Shares
 from hap.search.rounding import round_shares
 from hap.search.tables import Tables
+
+KEPT = 4  # plans that the judge was asked about last
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +44,7 @@ class Problem:
     fixed: Mapping[str, Sizes]
     bundles: tuple[tuple[str, ...], ...]
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
+    _prepared: dict[tuple[int, bool], Prepared] = field(default_factory=dict, repr=False)
 
     @classmethod
     def state(cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Problem:
@@ -64,7 +67,7 @@ class Problem:
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Problem:
         """The same with these calls made again in the backward pass."""
-        return replace(self, facts=self.facts.repeating(recomputed), _tables={})
+        return replace(self, facts=self.facts.repeating(recomputed), _tables={}, _prepared={})
 
     @property
     def recomputed(self) -> tuple[Recomputed, ...]:
@@ -119,8 +122,17 @@ class Problem:
 
     def judge(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, regather: bool) -> Evaluation:
         """What the cost model says of a whole plan: the one truth."""
-        needs = find_needs(self.choices.graph, strategies, regather=regather)
-        return self.facts.evaluator.evaluate(strategies, sizes, needs, self.facts.repeated)
+        return self.facts.evaluator.at_sizes(self.prepared(strategies, regather), sizes)
+
+    def prepared(self, strategies: Mapping[str, Strategy], regather: bool) -> Prepared:
+        """What the judge needs that no sizes change; the last few are kept: one plan is asked about at many sizes."""
+        key = (id(strategies), regather)  # it keeps the strategies, and so their id
+        if key not in self._prepared:
+            needs = find_needs(self.choices.graph, strategies, regather=regather)
+            self._prepared[key] = self.facts.evaluator.prepare(strategies, needs, self.facts.repeated)
+            for old in list(self._prepared)[:-KEPT]:
+                del self._prepared[old]
+        return self._prepared[key]
 
 
 def _candidates(choices: Choices, cluster: ClusterSpec, pins: Pins) -> Candidates:

@@ -42,13 +42,14 @@ class Progress:
         if self.budget_s is not None and self.clock() - self.began >= self.budget_s:
             raise OutOfTime
 
-    def say(self, text: str) -> None:
-        """The line, once the search is long enough under way; looks at the budget, too."""
+    def say(self, text: str | Callable[[], str]) -> None:
+        """The line, once the search is long enough under way; looks at the budget, too. A text that takes some work is
+        asked for only where it is seen."""
         self.check()
         elapsed = self.clock() - self.began
         if elapsed < self.after_s or not self.stream.isatty():
             return
-        line = f"planning, {elapsed:.0f} s: {text}"
+        line = f"planning, {elapsed:.0f} s: {text if isinstance(text, str) else text()}"
         self.stream.write("\r" + line.ljust(self._width))
         self.stream.flush()
         self._width = len(line)

@@ -3,6 +3,7 @@ many a solution. ``KeptSolver`` stays with one program whose objective changes."
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from hap.fabric import Array
 
 SEED = 20240601
 GLOP, HIGHS = parameters_pb2.SOLVER_TYPE_GLOP, parameters_pb2.SOLVER_TYPE_HIGHS
-PRIMAL, DUAL = parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX
+DUAL, OFF = parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX, parameters_pb2.EMPHASIS_OFF
 
 
 class Solution(NamedTuple):
@@ -77,6 +78,23 @@ def solve_once(
 ) -> Solution | None:
     """None where no feasible point was found."""
     return KeptSolver(proto, kind).solve(seeded() if parameters is None else parameters)
+
+
+def fill_matrix(
+    proto: model_pb2.ModelProto, entries: Sequence[tuple[int, int, float]], dense: Array, first: int
+) -> None:
+    """Sparse entries, then ``dense`` rows from row ``first`` on; sorted by row and column, equal places added up."""
+    matrix, width = proto.linear_constraint_matrix, len(proto.variables.ids)
+    table = np.array(entries, dtype=np.float64).reshape(len(entries), 3)
+    places, inverse = np.unique(
+        table[:, 0].astype(np.int64) * width + table[:, 1].astype(np.int64), return_inverse=True
+    )
+    values = np.bincount(inverse, weights=table[:, 2], minlength=len(places))
+    kept = values != 0.0
+    rows, columns = np.nonzero(dense)
+    matrix.row_ids.extend([*(places[kept] // width).tolist(), *(rows + first).tolist()])
+    matrix.column_ids.extend([*(places[kept] % width).tolist(), *columns.tolist()])
+    matrix.coefficients.extend([*values[kept].tolist(), *dense[rows, columns].tolist()])
 
 
 def _solution(result: result_pb2.SolveResultProto, width: int) -> Solution | None:

@@ -33,9 +33,9 @@ from hap.cost_models.evaluate import ConversionCost, Evaluation
 from hap.fabric import Array
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Strategy
-from hap.search.milp import GB, MS, SMALLEST, fill_matrix
+from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import MOMENTS, Facts
-from hap.search.protos import solve_once
+from hap.search.protos import fill_matrix, solve_once
 from hap.search.wires import ClassForms, Form, RankClasses
 
 Shares = tuple[float, ...]

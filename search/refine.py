@@ -9,7 +9,7 @@ import numpy as np
 
 from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.search.assemble import used_groups
-from hap.search.found import Found, best_of, overflow_bytes
+from hap.search.found import Found, best_of
 from hap.search.limits import Limits
 from hap.search.problem import Problem
 from hap.search.ratios import Shares, best_shares
@@ -102,8 +102,12 @@ def polish(problem: Problem, found: Found, limits: Limits) -> Found:
     if not bundles or not moves:
         return found
 
-    def cost(sizes: GroupSizes) -> tuple[float, float]:
-        evaluation = problem.judge(found.strategies, sizes, found.regather)
-        return overflow_bytes(evaluation), evaluation.step_s
+    judged = {tuple(found.sizes.items()): found}
 
-    return at_sizes(problem, found, improve(found.sizes, bundles, cost, evaluations=moves))
+    def at(sizes: GroupSizes) -> Found:
+        key = tuple(sizes.items())
+        if key not in judged:
+            judged[key] = at_sizes(problem, found, sizes)
+        return judged[key]
+
+    return at(improve(found.sizes, bundles, lambda sizes: at(sizes).cost, evaluations=moves))

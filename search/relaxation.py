@@ -51,9 +51,9 @@ from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.plan import Collective
 from hap.search.bound import Line, best_weights, device_classes, line_seconds, make_bound, node_line
 from hap.search.classes import RADIUS, Read, find_colours, find_reads
-from hap.search.milp import GB, MS, SMALLEST, fill_matrix
+from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import Facts
-from hap.search.protos import SEED, solve_once
+from hap.search.protos import SEED, fill_matrix, solve_once
 from hap.search.wires import GRID, ClassForms, RankClasses
 
 UNIT_BYTES = 1 << 30

@@ -26,9 +26,10 @@ from hap.cost_models.memory import local_bytes
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import GroupSizes, Placement, Shard
+from hap.plan import Collective
 from hap.search.milp import ConversionPayer, NodePayer, Skeleton
 from hap.search.prices import MOMENTS, Facts
-from hap.search.wires import Wires
+from hap.search.wires import Wanted, Wires
 
 T = TypeVar("T")
 
@@ -291,12 +292,17 @@ class Prices:
             key = (kind, self._with_sizes(c.source, kind), self._with_sizes(c.target, kind))
             first.setdefault(key, c)
             alike.setdefault(key, {}).setdefault(c.nbytes, []).append(i)
-        for same, by_bytes in alike.items():
-            c, amounts = first[same], sorted(by_bytes)
-            kind = collective_kind(c.source, c.target)
-            seconds = self.wires.best_s(kind, np.array(amounts, dtype=np.float64), c.source, c.target, self.here)
-            for nbytes, s in zip(amounts, seconds.tolist(), strict=True):
-                together[by_bytes[nbytes]] = s + self.per_collective_s
+        by_kind: dict[Collective, list[object]] = {}
+        for same, c in first.items():
+            by_kind.setdefault(collective_kind(c.source, c.target), []).append(same)
+        for kind, several in by_kind.items():
+            wanted = [
+                Wanted(np.array(sorted(alike[same]), dtype=np.float64), first[same].source, first[same].target)
+                for same in several
+            ]
+            for same, seconds in zip(several, self.wires.best_of_many(kind, wanted, self.here), strict=True):
+                for nbytes, s in zip(sorted(alike[same]), seconds.tolist(), strict=True):
+                    together[alike[same][nbytes]] = s + self.per_collective_s
         return together, slices
 
     def _with_sizes(self, placement: Placement, kind: str) -> object:

@@ -7,13 +7,14 @@ was measured of a collective may bend elsewhere too; the judge, which is exact, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from ortools.math_opt.python import mathopt
+from ortools.math_opt import model_pb2
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective import CollectiveForm, candidates, collective_coefficients, collective_seconds, shares
@@ -22,6 +23,7 @@ from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
 from hap.placement import PARTIAL, REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Collective
+from hap.search.protos import fill_matrix, solve_once
 
 GRID = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
 MOST_APART = 64
@@ -43,9 +45,22 @@ class Form(NamedTuple):
     stages: tuple[Rows, ...]
 
     def seconds(self, source: Array, target: Array) -> float:
-        return self.constant_s + sum(
-            float((s.constant + s.source @ source + s.target @ target).max(initial=0.0)) for s in self.stages
-        )
+        return float(self.of_many(source[:, None], target[:, None])[0])
+
+    def of_many(self, source: Array, target: Array) -> Array:
+        """(W,) from the shares of so many values (C, W)."""
+        total = np.full(source.shape[1], self.constant_s)
+        for s in self.stages:
+            total += (s.constant[:, None] + s.source @ source + s.target @ target).max(axis=0, initial=0.0)
+        return total
+
+
+class Wanted(NamedTuple):
+    """Values of these sizes (ascending) go from one placement to another."""
+
+    sizes_bytes: Array
+    source: Placement
+    target: Placement
 
 
 @dataclass(frozen=True)
@@ -111,8 +126,11 @@ def _reduce(constant: Array, source: Array, target: Array, classes: RankClasses 
         source, target = source @ classes.members.T, target @ classes.members.T
     table = np.concatenate([constant[:, None], source, target], axis=1)
     scale = np.abs(table).max(initial=0.0) or 1.0
-    _, kept = np.unique(np.round(table / scale, 12), axis=0, return_index=True)
-    table, width = table[np.sort(kept)], source.shape[1]
+    rounded = np.round(table / scale, 12) + 0.0  # -0.0 is 0.0
+    kept: dict[bytes, int] = {}
+    for number, row in enumerate(rounded):
+        kept.setdefault(row.tobytes(), number)
+    table, width = table[list(kept.values())], source.shape[1]
     return Rows(table[:, 0], table[:, 1 : 1 + width], table[:, 1 + width :])
 
 
@@ -188,17 +206,38 @@ class Wires:
         self, kind: Collective, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes
     ) -> Array:
         """Seconds of the fastest decomposition for values of these sizes (ascending)."""
+        return self.best_of_many(kind, [Wanted(sizes_bytes, source, target)], sizes)[0]
+
+    def best_of_many(self, kind: Collective, wanted: Sequence[Wanted], sizes: GroupSizes) -> list[Array]:
+        """The same of many at once."""
         if self.cluster.fabric.world_size == 1:
-            return np.zeros(len(sizes_bytes))
-        first = max(0, int(np.searchsorted(GRID, sizes_bytes[0], side="right")) - 1)
-        last = int(np.searchsorted(GRID, sizes_bytes[-1]))
-        grid = [*GRID[first:last], *([GRID[last]] if last < len(GRID) else [int(sizes_bytes[-1])])]
-        if len(sizes_bytes) <= len(grid):
-            grid = [int(b) for b in sizes_bytes]
+            return [np.zeros(len(w.sizes_bytes)) for w in wanted]
         if kind == "all_to_all" and not isinstance(self.cluster, CalibratedCluster) and not self.cluster.fabric.by_size:
-            return self._exchange_s(sizes_bytes, source, target, sizes)
-        at = [self._all_s(kind, nbytes, source, target, sizes) for nbytes in grid]
-        return np.array([np.interp(sizes_bytes, grid, seconds) for seconds in zip(*at, strict=True)]).min(axis=0)
+            return [self._exchange_s(*w, sizes) for w in wanted]
+        grids = [_grid(w.sizes_bytes) for w in wanted]
+        names = self.names(kind)
+        at = [np.zeros((len(names), len(grid))) for grid in grids]
+        if kind == "all_to_all":
+            for w, grid, table in zip(wanted, grids, at, strict=True):
+                for (i, name), (j, nbytes) in itertools.product(enumerate(names), enumerate(grid)):
+                    table[i, j] = collective_seconds(kind, name, nbytes, w.source, w.target, sizes, self.cluster)
+        else:
+            n = self.cluster.world_size
+            rho = np.array([shares(w.source, sizes, n) for w in wanted]).T
+            sigma = np.array([shares(w.target, sizes, n) for w in wanted]).T
+            places: dict[int, list[tuple[int, int]]] = {}  # bytes -> (number of the wanted, of the point of its grid)
+            for number, grid in enumerate(grids):
+                for j, nbytes in enumerate(grid):
+                    places.setdefault(nbytes, []).append((number, j))
+            for (nbytes, where), (i, name) in itertools.product(places.items(), enumerate(names)):
+                asked = [number for number, _ in where]
+                seconds = self.form(kind, name, nbytes).of_many(rho[:, asked], sigma[:, asked])
+                for (number, j), s in zip(where, seconds.tolist(), strict=True):
+                    at[number][i, j] = s
+        return [
+            np.array([np.interp(w.sizes_bytes, grid, seconds) for seconds in table]).min(axis=0)
+            for w, grid, table in zip(wanted, grids, at, strict=True)
+        ]
 
     def _exchange_s(self, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes) -> Array:
         """Of an all-to-all: by the formula a constant, and proportional to the bytes."""
@@ -210,17 +249,6 @@ class Wires:
             slope = (form.seconds(rho, sigma) - form.constant_s) / unit
             found.append(form.constant_s + slope * sizes_bytes)
         return np.array(found).min(axis=0)
-
-    def _all_s(
-        self, kind: Collective, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes
-    ) -> list[float]:
-        if kind == "all_to_all":
-            return [
-                collective_seconds(kind, name, nbytes, source, target, sizes, self.cluster) for name in self.names(kind)
-            ]
-        n = self.cluster.world_size
-        rho, sigma = shares(source, sizes, n), shares(target, sizes, n)
-        return [self.form(kind, name, nbytes).seconds(rho, sigma) for name in self.names(kind)]
 
     def cheapest_shares(self, nbytes: int) -> Array | None:
         """Shares (N,) at which gathering and reduce-scattering a value of ``nbytes`` together takes least: who stores
@@ -243,18 +271,36 @@ class Wires:
         return forms.classes.spread(min(tried, key=both_s))
 
 
+def _grid(sizes_bytes: Array) -> list[int]:
+    """The sizes for which seconds are asked: those of ``GRID`` around them, or themselves if they are no more."""
+    first = max(0, int(np.searchsorted(GRID, sizes_bytes[0], side="right")) - 1)
+    last = int(np.searchsorted(GRID, sizes_bytes[-1]))
+    grid = [*GRID[first:last], *([GRID[last]] if last < len(GRID) else [int(sizes_bytes[-1])])]
+    return [int(b) for b in sizes_bytes] if len(sizes_bytes) <= len(grid) else grid
+
+
 def _cheapest(stages: Sequence[tuple[Array, Array]], classes: RankClasses) -> Array:
     """Shares of the classes (C,) for which the sum of the stages' largest rows, constant (K,) + slope (K, C) @ shares,
     is least."""
-    model = mathopt.Model(name="cheapest")
-    rho = [model.add_variable(lb=0, ub=1) for _ in classes.counts]
-    model.add_linear_constraint(sum(float(k) * v for k, v in zip(classes.counts, rho, strict=True)) == 1)
-    tops = [model.add_variable(lb=0) for _ in stages]
-    for top, (constants, slopes) in zip(tops, stages, strict=True):
-        for constant, row in zip(constants.tolist(), slopes.tolist(), strict=True):
-            model.add_linear_constraint(top >= MS * constant + sum(MS * k * v for k, v in zip(row, rho, strict=True)))
-    model.minimize(sum(tops))
-    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=1))
-    assert result.has_primal_feasible_solution(), "some rank can store it"
-    values = result.variable_values()
-    return np.array([max(0.0, values[v]) for v in rho])
+    n, rows = len(classes.counts), sum(len(constants) for constants, _ in stages)
+    program = model_pb2.ModelProto(name="cheapest")
+    program.variables.ids.extend(range(n + len(stages)))
+    program.variables.lower_bounds.extend([0.0] * (n + len(stages)))
+    program.variables.upper_bounds.extend([1.0] * n + [np.inf] * len(stages))
+    program.variables.integers.extend([False] * (n + len(stages)))
+    program.objective.linear_coefficients.ids.extend(range(n, n + len(stages)))
+    program.objective.linear_coefficients.values.extend([1.0] * len(stages))
+    program.linear_constraints.ids.extend(range(1 + rows))
+    program.linear_constraints.lower_bounds.extend(
+        [1.0, *(MS * k for constants, _ in stages for k in constants.tolist())]
+    )
+    program.linear_constraints.upper_bounds.extend([1.0] + [np.inf] * rows)
+    table = np.zeros((1 + rows, n + len(stages)))
+    table[0, :n], row = classes.counts, 1
+    for top, (constants, slopes) in enumerate(stages):
+        table[row : row + len(constants), :n], table[row : row + len(constants), n + top] = -MS * slopes, 1.0
+        row += len(constants)
+    fill_matrix(program, (), table, 0)
+    solved = solve_once(program)
+    assert solved is not None, "some rank can store it"
+    return np.maximum(0.0, solved.values[:n])

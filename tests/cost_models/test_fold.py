@@ -96,7 +96,7 @@ def test_a_whole_step_costs_the_same() -> None:
         needs = find_needs(found.graph, strategies)
         evaluator = Evaluator(found.graph, CLUSTER, "adamw", Calls(found.graph))
         here = evaluator.evaluate(strategies, sizes, needs)
-        whole = evaluator._evaluate(strategies, sizes, needs, (), CLUSTER, evaluator.forms)
+        whole = evaluator._evaluate(evaluator.prepare(strategies, needs), sizes, CLUSTER, evaluator.forms)
         assert here.step_s == pytest.approx(whole.step_s, rel=1e-12)
         assert np.allclose(here.compute_s, whole.compute_s, rtol=1e-12)
         assert here.devices == whole.devices and len(here.devices) == 80

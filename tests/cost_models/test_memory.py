@@ -7,7 +7,7 @@ import pytest
 from hap.codegen.lowering import lower
 from hap.codegen.program import Call
 from hap.conversion import find_needs
-from hap.cost_models.memory import MemoryUse, _Ledger, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import MemoryUse, Walk, memory_use, optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_order
 from hap.graph import Graph, Value, with_inputs
 from hap.plan import Strategy
@@ -87,9 +87,8 @@ def test_a_gathered_parameter_is_kept_for_the_backward_or_gathered_again() -> No
     def gathered(regather: bool) -> int:
         needs = find_needs(graph, strategies, regather=regather)
         assert len(needs) == (5 if regather else 4)
-        ledger = _Ledger(graph, strategies, sizes, 2)
-        ledger.walk(needs)
-        return int(ledger.held("sgd")["gathered"][ledger.moments["gw"], 0])
+        walk = Walk(graph, strategies, needs)
+        return int(walk.held(sizes, 2, "sgd")["gathered"][walk.moments["gw"], 0])
 
     assert gathered(False) == 64 and gathered(True) == 0
 

@@ -5,7 +5,9 @@
 
 ``comm`` is a ``Communicator`` (anything with its methods will do); ``updates``, ``gradients`` and ``saved`` are dicts.
 The backward takes each saved value out of ``saved`` where it first reads it, and every value is dropped after its last
-use (FX writes ``name = None``), so memory falls as the backward proceeds.
+use (FX writes ``name = None``), so memory falls as the backward proceeds. A loss that may be late is a third module:
+
+    loss(comm, *crossing)            -> loss                       crossing: returned by forward in the loss's place
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import fx
 
 from hap.codegen.call import bundle_arguments, collective_arguments, map_leaves, returns_many
+from hap.codegen.late import LateLoss
 from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice, Start, Together, Wait
 from hap.graph import Value
 from hap.ops import resolve
@@ -25,25 +28,42 @@ from hap.placement import LocalSize
 
 
 def to_graph_modules(
-    program: Program, rank: int, device: torch.device | str = "cpu"
+    program: Program, rank: int, device: torch.device | str = "cpu", *, late: LateLoss | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """(forward, backward) of ``rank``, whose factories make tensors on ``device``."""
     assert 0 <= rank < program.world_size, f"rank {rank} of {program.world_size}"
-    return to_forward_module(program, rank, device), _backward_module(program, rank, torch.device(device))
+    forward = to_forward_module(program, rank, device, late=late)
+    return forward, _backward_module(program, rank, torch.device(device))
 
 
 def to_forward_module(
-    program: Program, rank: int, device: torch.device | str = "cpu", *, saving: bool = True
+    program: Program,
+    rank: int,
+    device: torch.device | str = "cpu",
+    *,
+    saving: bool = True,
+    late: LateLoss | None = None,
 ) -> fx.GraphModule:
-    """The forward part alone; with ``saving=False`` it keeps nothing for a backward (evaluation)."""
+    """The forward part alone; with ``saving=False`` it keeps nothing for a backward (evaluation). With ``late`` it
+    returns, in place of the loss, the list that ``to_loss_module`` takes."""
     emitter = _Emitter(program, rank, torch.device(device))
     for source in program.forward_sources:
         emitter.values[source.name] = emitter.graph.placeholder(source.name)
-    emitter.run(program.forward)
+    emitter.run(program.forward if late is None else late.first)
     kept = program.saved if saving else ()
     saved = {name: emitter.values[name] for name in kept}
     updates = {target: emitter.values[name] for target, name in program.updates.items()}
-    return emitter.finish((emitter.values[program.loss], updates, saved), "Forward")
+    loss = emitter.values[program.loss] if late is None else [emitter.values[name] for name in late.crossing]
+    return emitter.finish((loss, updates, saved), "Forward")
+
+
+def to_loss_module(program: Program, late: LateLoss, rank: int, device: torch.device | str = "cpu") -> fx.GraphModule:
+    """``forward(comm, *crossing) -> loss``: what is left of the forward part."""
+    emitter = _Emitter(program, rank, torch.device(device))
+    for name in late.crossing:
+        emitter.values[name] = emitter.graph.placeholder(name)
+    emitter.run(late.last)
+    return emitter.finish(emitter.values[program.loss], "Loss")
 
 
 def _backward_module(program: Program, rank: int, device: torch.device) -> fx.GraphModule:

@@ -2,7 +2,8 @@
 
 Gradients above all: each must go home as soon as it is made, and may as well wait for the next few. And what one module
 gathers of its parameters. A bundle is closed when it would hold more than ``limit_bytes`` (of the whole values), so
-that the wire is busy early and little is held twice.
+that the wire is busy early and little is held twice. What only the loss needs is in no bundle with what others need: it
+may be late, and they may not.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from hap.codegen.late import only_for_loss
 from hap.codegen.passes.windows import find_windows, rearranged
 from hap.codegen.program import Convert, Instruction, Program, Together
 
@@ -40,15 +42,15 @@ def bucket_collectives(program: Program, *, limit_bytes: int = LIMIT_BYTES, choo
     """The pass. Without ``choose`` a bundle takes the decomposition of its largest member."""
     return replace(
         program,
-        forward=_bucket(program, program.forward, limit_bytes, choose),
-        backward=_bucket(program, program.backward, limit_bytes, choose),
+        forward=_bucket(program, program.forward, only_for_loss(program), limit_bytes, choose),
+        backward=_bucket(program, program.backward, frozenset(), limit_bytes, choose),
     )
 
 
 def _bucket(
-    program: Program, part: Sequence[Instruction], limit_bytes: int, choose: Choose | None
+    program: Program, part: Sequence[Instruction], alone: frozenset[int], limit_bytes: int, choose: Choose | None
 ) -> tuple[Instruction, ...]:
-    bundles = [b for b in _collect(program, part, limit_bytes) if len(b.members) > 1]
+    bundles = [b for b in _collect(program, part, alone, limit_bytes) if len(b.members) > 1]
     inserted: dict[int, list[Instruction]] = {}
     for bundle in bundles:
         _, largest, _ = max(bundle.members, key=lambda m: m[2])
@@ -58,8 +60,9 @@ def _bucket(
     return rearranged(part, [at for b in bundles for at, _, _ in b.members], inserted)
 
 
-def _collect(program: Program, part: Sequence[Instruction], limit_bytes: int) -> list[_Bundle]:
-    """Greedy: each conversion joins the open bundle of its kind where the windows meet and there is room."""
+def _collect(program: Program, part: Sequence[Instruction], alone: frozenset[int], limit_bytes: int) -> list[_Bundle]:
+    """Greedy: each conversion joins the open bundle of its kind where the windows meet and there is room; ``alone``
+    (numbers in the part) have bundles of their own."""
     found: list[_Bundle] = []
     open_: dict[tuple[object, ...], _Bundle] = {}
     for window in find_windows(part):
@@ -67,7 +70,7 @@ def _collect(program: Program, part: Sequence[Instruction], limit_bytes: int) ->
         if not isinstance(convert, Convert):
             continue
         nbytes = program.held[convert.input].meta.nbytes
-        key = _key(program, convert)
+        key = (*_key(program, convert), window.position in alone)
         bundle = open_.get(key)
         if bundle is not None and bundle.nbytes + nbytes <= limit_bytes:
             ready, due = max(bundle.ready, window.ready), min(bundle.due, window.due)

@@ -26,8 +26,8 @@ def prefetch_parameters(program: Program, *, ahead: int = AHEAD) -> Program:
 
 
 def overlap_collectives(program: Program) -> Program:
-    """The pass."""
-    return _rewritten(program, _overlapped, "pending")
+    """The pass. The loss's own collective is left to the runtime, which may have the backward part meanwhile."""
+    return replace(_rewritten(program, _overlapped, "pending"), loss_may_be_late=True)
 
 
 def _rewritten(program: Program, begins: Begins, word: str) -> Program:

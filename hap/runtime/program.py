@@ -109,6 +109,8 @@ class HapProgram(nn.Module):
     def forward(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of the global batch, the same on every rank, from this rank's share of it. Collective.
 
+        On CPUs its sum over the ranks may still be under way: it is waited for when the loss is read, or at the end of
+        ``backward()`` (``hap.runtime.late``).
         Arguments are those of the model's forward; ``targets`` those of the loss function. Under ``torch.no_grad()``
         nothing is kept for a backward. Dropout draws from ``dropout_seed``, alike on every rank, which rises by one at
         each step that draws (set it to resume a run). After ``eval()`` the step is the model's in evaluation, compiled

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
-from hap.codegen.fx import to_forward_module, to_graph_modules
+from hap.codegen.fx import to_forward_module, to_graph_modules, to_loss_module
+from hap.codegen.late import late_loss
 from hap.codegen.program import Program
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator
+from hap.runtime.late import LateTensor
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -29,7 +32,11 @@ class Step:
 
     def __init__(self, program: Program, comm: Communicator) -> None:
         self.program, self.comm = program, comm
-        self.forward_module, self.backward_module = to_graph_modules(program, comm.rank, comm.device)
+        waits = comm.group is not None and comm.device.type == "cpu"  # on a GPU no host waits for a sum, only a stream
+        self._late = late_loss(program) if waits and program.loss_may_be_late else None
+        modules = to_graph_modules(program, comm.rank, comm.device, late=self._late)
+        self.forward_module, self.backward_module = modules
+        self._loss_module = None if self._late is None else to_loss_module(program, self._late, comm.rank, comm.device)
         self._evaluation: fx.GraphModule | None = None
         self._shared: tuple[str, ...] | None = None  # gradients that a backward part hands out in memory not their own
         self._updated = {s.name for s in program.sources_of("buffer") if s.target in program.updates}
@@ -45,15 +52,25 @@ class Step:
         return loss, updates
 
     def forward(self, sources: Tensors) -> tuple[torch.Tensor, Tensors, dict[str, torch.Tensor]]:
-        """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy."""
+        """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy. The loss may be
+        a ``LateTensor``."""
         with self._uncast():
             loss, updates, saved = self.forward_module(self.comm, *(sources[name] for name in self._sources))
+        if self._loss_module is not None:
+            meta = self.program.held[self.program.loss].meta
+            loss = LateTensor.of(meta.shape, meta.dtype, partial(self._arrive, loss))
         if self.program.loss in saved:  # the loss will hold what is saved: not the other way round, too
             saved[self.program.loss] = loss.detach()
         for name in self._kept_sources:
             if name in self._updated:
                 saved[name] = saved[name].clone()
         return loss, updates, saved
+
+    def _arrive(self, crossing: list[object]) -> torch.Tensor:
+        assert self._loss_module is not None
+        with self._uncast():
+            loss: torch.Tensor = self._loss_module(self.comm, *crossing)
+        return loss
 
     def backward(self, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gradient of this rank's share of each trainable parameter, each in memory of its own."""
@@ -91,6 +108,7 @@ class RunStep(torch.autograd.Function):
         updates.update(found)
         ctx.step, ctx.saved, ctx.names = step, saved, names
         ctx.versions = step.versions(sources)
+        ctx.arrival = loss.arrival if isinstance(loss, LateTensor) else None
         return loss
 
     @staticmethod
@@ -103,6 +121,8 @@ class RunStep(torch.autograd.Function):
             if saved[name]._version != version:
                 raise ProgramError(f"{name} was written between the step's forward and its backward")
         gradients = ctx.step.backward(saved, tangent)
+        if ctx.arrival is not None:
+            ctx.arrival.value()  # it is here by now; nothing is left under way when a step ends
         return (None, None, None, None, *(gradients.get(name) for name in ctx.names))
 
 

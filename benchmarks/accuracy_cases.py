@@ -25,11 +25,12 @@ from hap.rules.choices import Choices
 from hap.search.pins import Pins
 
 CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # TFLOP/s, network Mbit/s, by rank
-    "equal": ((1, 1, 1, 1), (1000, 1000, 1000, 1000)),
-    "compute-unequal": ((3, 3, 1, 1), (1000, 1000, 1000, 1000)),
-    "link-unequal": ((1, 1, 1, 1), (1000, 1000, 200, 200)),
-    "both": ((3, 3, 1, 1), (1000, 1000, 200, 200)),
+    "equal": ((1, 1, 1, 1), (500, 500, 500, 500)),
+    "compute-unequal": ((3, 3, 1, 1), (500, 500, 500, 500)),
+    "link-unequal": ((1, 1, 1, 1), (500, 500, 100, 100)),
+    "both": ((3, 3, 1, 1), (500, 500, 100, 100)),
 }
+LOAD = 0.25  # of this machine's cores
 WHOLE = Pins(placements={"*": "R"})
 
 

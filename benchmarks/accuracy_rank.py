@@ -27,10 +27,12 @@ PLAIN = ("hoist", "sink", "bucket", "prefetch", "overlap")  # as the plan is wri
 
 
 class Run(NamedTuple):
-    """One plan on one rank: seconds of each step; by how much deadlines were missed; of each step when the wire was
-    entered and left (``perf_counter``, which the ranks of one machine share)."""
+    """One plan on one rank: when each step began, which is when the one before ended, and ended; by how much deadlines
+    were missed; of each step when the wire was entered and left. All by ``perf_counter``, which the ranks of one
+    machine share."""
 
-    steps: tuple[float, ...]
+    begun: tuple[float, ...]
+    ended: tuple[float, ...]
     late_s: float
     ends: tuple[tuple[tuple[float, float], ...], ...]
 
@@ -49,7 +51,7 @@ class Watched(Deadline):
     def resume(self) -> None:
         super().resume()
         if self.ends:
-            self.ends[-1].append(time.perf_counter())
+            self.ends[-1].append(self.resumed_s)
 
 
 def calibrate(rank: int, name: str, models: Sequence[str]) -> str:
@@ -86,7 +88,8 @@ class Contender:
         self.optimizer = make_optimizer("adamw", self.program.parameters())
         self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
         self.pace = Watched(own_slowdown())
-        self.seconds: list[float] = []
+        self.begun: list[float] = []
+        self.ended: list[float] = []
         self.ends: list[tuple[tuple[float, float], ...]] = []
         for _ in range(WARM):
             self.step()
@@ -109,20 +112,22 @@ class Contender:
         """A round of steps, held to their deadlines, after one that is not counted."""
         dist.barrier()
         self.program.set_pace(self.pace)
+        end = 0.0
         for counted in range(steps + 1):
             self.pace.ends.clear()
-            start = time.perf_counter()
+            begin = end
             with self.pace.step():
                 self.step()
+            end = time.perf_counter()
             if counted:
-                self.seconds.append(time.perf_counter() - start)
-                self.ends.append(
-                    tuple((entered, left) for entered, left in self.pace.ends[:-1])
-                )  # the last: step's end
+                self.begun.append(begin)
+                self.ended.append(end)
+                wire = self.pace.ends[:-1]  # the last is the step's end
+                self.ends.append(tuple((entered, left) for entered, left in wire))
         self.program.set_pace(None)
 
     def found(self) -> Run:
-        return Run(tuple(self.seconds), self.pace.late_s, tuple(self.ends))
+        return Run(tuple(self.begun), tuple(self.ended), self.pace.late_s, tuple(self.ends))
 
 
 def run_plans(rank: int, plans: Sequence[tuple[str, str]], rounds: int) -> list[Run]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from benchmarks.accuracy_cases import Model, cluster, find, keep_to_batch, pins, plans_of
+from benchmarks.accuracy_cases import LOAD, Model, cluster, find, keep_to_batch, pins, plans_of
 from benchmarks.accuracy_rank import Run, calibrate, capture_built, run_plans
 from benchmarks.common import Report, Spread
 from benchmarks.testbed import Testbed, network
@@ -74,7 +74,7 @@ class Row:
 def run_cluster(name: str, models: Sequence[Model], enforced: bool) -> dict[str, Any]:
     """Calibrate, plan, run: what ``accuracy.py`` keeps of a cluster."""
     spec, names = cluster(name), [m.name for m in models]
-    with Testbed(spec, enforced=enforced) as bed:
+    with Testbed(spec, enforced=enforced, load=LOAD) as bed:
         before = bed.counters()
         started = time.monotonic()
         profile = Profile.model_validate_json(bed.run(calibrate, name, names, timeout=200.0)[0])
@@ -114,12 +114,14 @@ def in_order(model: str, plan: Plan) -> list[Conversion]:
 
 
 def row_of(name: str, model: str, plan: str, found: Plan, calibrated: CalibratedCluster, runs: Sequence[Run]) -> Row:
-    slowest = tuple(max(step) for step in zip(*(run.steps for run in runs), strict=True))
+    ended = [max(step) for step in zip(*(run.ended for run in runs), strict=True)]
+    begun = [max(step) for step in zip(*(run.begun for run in runs), strict=True)]
+    steps = tuple(end - begin for begin, end in zip(begun, ended, strict=True))
     calls = tuple(
         Call(c.collective, c.decomposition, c.nbytes, wire_seconds(c, found, calibrated), measured)
         for c, measured in zip(in_order(model, found), wires(runs), strict=True)
     )
-    return Row(name, model, plan, found.predicted.step_s, slowest, max(run.late_s for run in runs), calls)
+    return Row(name, model, plan, found.predicted.step_s, steps, max(run.late_s for run in runs), calls)
 
 
 def wires(runs: Sequence[Run]) -> list[float]:

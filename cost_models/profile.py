@@ -30,7 +30,7 @@ import pydantic
 from hap.cluster import ClusterSpec
 from hap.errors import HapError
 from hap.fabric import Array, Fabric, Port
-from hap.hosts import Device
+from hap.hosts import Delays, Device, delay_s
 from hap.plan import Collective
 
 SCHEMA_VERSION = 1
@@ -128,13 +128,15 @@ class RankProfile(_Frozen):
 
 
 class LinkProfile(_Frozen):
-    """One ordered pair: ``latency_s`` of an empty message, ``bytes_per_s`` of a large one when nobody else talks."""
+    """One ordered pair: ``latency_s`` of an empty message, ``bytes_per_s`` of a large one when nobody else talks.
+    ``delays``: (bytes, seconds beside these two) of the sizes in between that were measured, rising."""
 
     source: int
     target: int
     latency_s: float
     bytes_per_s: float
     spread: float
+    delays: Delays = ()
 
 
 class CollectiveProfile(_Frozen):
@@ -274,12 +276,11 @@ class CalibratedCluster(ClusterSpec):
     def fabric(self) -> Fabric:
         """The described ports at measured rates: the described one times the geometric mean of measured over described
         bandwidth of the pairs that it limits. Ports described with the same rate that differ by less than
-        ``SAME_RATE`` share the mean; a port that limits no pair takes that of all."""
+        ``SAME_RATE`` share the mean; a port that limits no pair takes that of all. Latencies and delays are each
+        pair's own."""
         plain = self.described
-        latency = np.zeros((self.world_size, self.world_size))
         ratios: dict[str, list[float]] = {}
         for link in self.profile.links:
-            latency[link.source, link.target] = link.latency_s
             crossed = [p for p in plain.fabric.ports if link.source in p.senders and link.target in p.receivers]
             least = min(p.bytes_per_s for p in crossed)
             for port in crossed:
@@ -289,7 +290,15 @@ class CalibratedCluster(ClusterSpec):
         ports = tuple(
             Port(p.name, p.bytes_per_s * math.exp(factors[p.name]), p.senders, p.receivers) for p in plain.fabric.ports
         )
-        return Fabric.build(ports, latency)
+        sizes = sorted({size for link in self.profile.links for size, _ in link.delays})
+        return Fabric.build(ports, self._waits(0.0), [(size, self._waits(size)) for size in sizes])
+
+    def _waits(self, nbytes: float) -> Array:
+        """(N, N): what a message of so many bytes waits for beside its bytes over the bandwidth."""
+        found = np.zeros((self.world_size, self.world_size))
+        for link in self.profile.links:
+            found[link.source, link.target] = link.latency_s + delay_s(link.delays, nbytes)
+        return found
 
     def collective(self, kind: Collective, decomposition: str) -> CollectiveProfile:
         """What was measured of a collective, of all routings of a name together. ProfileError if nothing was."""

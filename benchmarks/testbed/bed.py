@@ -32,15 +32,17 @@ class Testbed:
 
     ``mode`` says how compute is made unequal: *deadline* (the function paces itself, see ``benchmarks.testbed.pace``)
     or *quota* (the kernel holds it). ``enforced=False`` runs the same on this machine's loopback, without root; only
-    deadlines then hold. ``not_enforced`` says what of the cluster is not played either way.
+    deadlines then hold. ``load`` is the layout's. ``not_enforced`` says what of the cluster is not played either way.
     TestbedError if the machine cannot; RankError (from ``run``) for what a rank did.
     """
 
     __test__ = False  # for pytest: not a test class
 
-    def __init__(self, cluster: ClusterSpec, mode: Mode = "deadline", *, enforced: bool = True) -> None:
+    def __init__(
+        self, cluster: ClusterSpec, mode: Mode = "deadline", *, enforced: bool = True, load: float | None = None
+    ) -> None:
         self.cluster, self.mode, self.enforced = cluster, mode, enforced
-        self.layout = Layout.of(cluster, mode, new_id())
+        self.layout = Layout.of(cluster, mode, new_id(), load=load)
         self.not_enforced = self.layout.not_enforced(cluster, enforced)
         self.controller: cgroup.Controller | None = None
         self._port = FIRST_PORT

@@ -68,12 +68,21 @@ class Layout:
     ranks: tuple[RankLayout, ...]
 
     @classmethod
-    def of(cls, cluster: ClusterSpec, mode: Mode, bed_id: str, cores: Sequence[int] | None = None) -> Layout:
-        """ClusterError if a device does not give the float32 rate by which its slow-down is told."""
-        from hap.runtime.emulate import slowdowns  # imports torch, which `down` and `status` need not wait for
+    def of(
+        cls,
+        cluster: ClusterSpec,
+        mode: Mode,
+        bed_id: str,
+        cores: Sequence[int] | None = None,
+        load: float | None = None,
+    ) -> Layout:
+        """``load``: the share of the cores that the ranks' compute takes, by default half, which says how slow the
+        fastest device is played. ClusterError if a device does not give the float32 rate by which its slow-down is
+        told."""
+        from hap.runtime.emulate import LOAD, slowdowns  # imports torch, which `down` and `status` need not wait for
 
         cores = tuple(sorted(os.sched_getaffinity(0)) if cores is None else cores)
-        factors = slowdowns(cluster, float(len(cores)))
+        factors = slowdowns(cluster, float(len(cores)), LOAD if load is None else load)
         address = {h.name: f"10.77.{i // 250}.{i % 250 + 1}" for i, h in enumerate(cluster.hosts)}
         hosts = []
         for i, host in enumerate(cluster.hosts):

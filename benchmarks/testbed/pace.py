@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _SPIN_S = 0.2e-3  # the end of a wait is spun: a sleep may end this much late
 _CARRY_S = 4e-3  # what a section overran, up to a tick of the scheduler, is made good in the sections after it ...
 _AT_ONCE_S = 0.2e-3  # ... until the wire is waited for: a call that returns in less only issued or found things done
+_YIELD_S = 2e-3  # a rank that waited for the wire computes this much later, if its deadline allows: others on its core
+_NEEDS = 2.0  # may still be waiting. It allows so if it is this many times what the section takes alone.
 
 
 class Deadline:
@@ -102,6 +104,20 @@ class Deadline:
         self._wall_mark = time.perf_counter()
         if self._wall_mark - self._settled > _AT_ONCE_S:
             self._behind_s = 0.0
+            self._yield()
+
+    @property
+    def resumed_s(self) -> float:
+        """When the section began, by ``perf_counter``."""
+        return self._wall_mark
+
+    def _yield(self) -> None:
+        """Whoever has the last message first would compute at once, and who shares its core would get that message when
+        the scheduler next looks, up to 4 ms later; a real device's network does not wait for another's compute."""
+        if self.nominal_s is not None and self._index < len(self.nominal_s):
+            spare_s = self.nominal_s[self._index] * (self.slowdown - _NEEDS)
+            if spare_s > 0:
+                time.sleep(min(spare_s, _YIELD_S))
 
     def resume_after_unseen_wait(self) -> None:
         """The section that began last has waited for the wire where nobody could say so, inside of a library's call: of

@@ -112,14 +112,14 @@ def usable_cores() -> float:
     return cores
 
 
-def slowdowns(cluster: ClusterSpec, cores: float | None = None) -> tuple[float, ...]:
+def slowdowns(cluster: ClusterSpec, cores: float | None = None, load: float = LOAD) -> tuple[float, ...]:
     """By rank; see the module docstring. ClusterError if a device does not give its float32 rate."""
     for device in cluster.devices:
         if "float32" not in device.tflops:
             raise ClusterError(f"{device.name}: emulation needs its float32 TFLOP/s")
     rates = [device.tflops["float32"] for device in cluster.devices]
     cores = usable_cores() if cores is None else cores
-    fastest = max(1.0, sum(rates) / max(rates) / (LOAD * cores))
+    fastest = max(1.0, sum(rates) / max(rates) / (load * cores))
     return tuple(fastest * max(rates) / rate for rate in rates)
 
 

@@ -32,8 +32,9 @@ MOST_LINK_BYTES = 1 << 28
 LONG = 10.0  # round trips of an empty message that a large one takes at least, if its size allows it
 REPEATS = 4
 LARGE_BYTES = 1 << 18  # smaller values are measured twice as often: one tick of the scheduler is as long as they are
-SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
+SETTLE_S = 2e-3  # after a barrier and the sweep, until the processes that they woke are at rest again
 LATER_S = 1e-3  # every other time each rank comes so much later than the one before: in a step some wait for the last
+PARTS = (1 / 16, 1 / 4)  # of the large message: the sizes in between that are measured
 LINK_REPEATS = 5
 SWEPT_BYTES = 4 << 20  # written before each: in a step a rank comes from computing, and the caches hold that
 
@@ -147,9 +148,9 @@ def _ask(source: int, device: torch.device, repeats: int) -> dict[int, list[floa
 
 
 def link_times(answer_s: Callable[[int], float], repeats: int) -> dict[int, list[float]]:
-    """Seconds from asking to having an answer of one byte, and of so many that it takes ``LONG`` times as long;
-    ``answer_s`` asks for one. They take turns, since empty answers in a row may each wait for the scheduler's tick;
-    the first answer of a size is not kept."""
+    """Seconds from asking to having an answer of one byte, of so many that it takes ``LONG`` times as long, and of
+    sizes in between (``PARTS``); ``answer_s`` asks for one. They take turns, since empty answers in a row may each wait
+    for the scheduler's tick; the first answer of a size is not kept."""
     empty: list[float] = []
 
     def after_an_empty_one_s(size: int) -> float:
@@ -161,22 +162,30 @@ def link_times(answer_s: Callable[[int], float], repeats: int) -> dict[int, list
     empty.clear()
     while after_an_empty_one_s(size) < LONG * min(empty) and size < MOST_LINK_BYTES:
         size *= 4
-    large = [after_an_empty_one_s(size) for _ in range(repeats)]
-    return {1: empty, size: large}
+    sizes = [int(size * part) for part in PARTS] + [size]
+    rounds = [[after_an_empty_one_s(s) for s in sizes] for _ in range(repeats)]
+    return {1: empty} | dict(zip(sizes, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def fit_link(source: int, target: int, seconds: Mapping[int, Sequence[float]]) -> LinkProfile:
-    """Half the least round trip is the latency; the rest of a large answer's median time is its bytes'. ProfileError if
-    there is no rest."""
+    """Half the least round trip is the latency; the rest of a large answer's median time is its bytes'; by what others'
+    medians are above that line is their delay. ProfileError if a large one has no rest."""
     trip, size = min(seconds[1]), max(seconds)
-    large = statistics.median(seconds[size])
+    middle = {nbytes: statistics.median(found) for nbytes, found in seconds.items()}
+    large = middle[size]
     if large <= trip:
         raise ProfileError(
             f"link from rank {source} to {target}: {size} bytes took no longer than one; nothing can be measured"
         )
     spread = statistics.median(abs(s - large) for s in seconds[size]) / large
+    rate = size / (large - trip)
     return LinkProfile(
-        source=source, target=target, latency_s=trip / 2, bytes_per_s=size / (large - trip), spread=spread
+        source=source,
+        target=target,
+        latency_s=trip / 2,
+        bytes_per_s=rate,
+        spread=spread,
+        delays=tuple((s, max(0.0, middle[s] - trip - s / rate)) for s in sorted(middle) if 1 < s < size),
     )
 
 
@@ -254,8 +263,8 @@ class Case(NamedTuple):
 def _once(case: Case, comm: Communicator, recorder: Recorder, turn: int) -> Ends:
     run = case.call(comm)
     dist.barrier()
-    time.sleep(SETTLE_S + LATER_S * ((comm.rank + turn) % comm.world_size) * (turn % 2))
     torch.ones(SWEPT_BYTES // 4, device=comm.device).add_(1.0)
+    time.sleep(SETTLE_S + LATER_S * ((comm.rank + turn) % comm.world_size) * (turn % 2))
     recorder.begin()
     run()
     return recorder.end()

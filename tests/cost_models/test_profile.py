@@ -129,6 +129,21 @@ def test_ports_have_measured_rates() -> None:
     assert rates["h0 network up"] == pytest.approx(80e6)
 
 
+def test_messages_of_measured_sizes_wait_as_measured() -> None:
+    """A pair's delays: 2 ms at 16 bytes, 1 ms at 64; in the ring's two steps each sends half a value."""
+    delays = ((16, 2e-3), (64, 1e-3))
+    links = tuple(LinkProfile(**{**k.model_dump(), "delays": delays}) for k in made().links)
+    on = made(links=links).calibrate(TWO)
+    assert [(size, f.latency_s[0, 1]) for size, f in on.fabric.by_size] == [(16, 3e-3), (64, pytest.approx(2e-3))]
+
+    def ring_s(nbytes: int) -> float:
+        return formula_coefficients("all_reduce", "ring", nbytes, P, R, on).constant_s
+
+    assert ring_s(16) == pytest.approx(2 * (1e-3 + 1e-3) + 16 / 40e6)  # messages of 8 bytes: half of the delay
+    assert ring_s(32) == pytest.approx(2 * (1e-3 + 2e-3) + 32 / 40e6)
+    assert ring_s(64) == pytest.approx(2 * (1e-3 + 2e-3) + 64 / 40e6)  # longer ones are not said to wait less
+
+
 def test_a_profile_is_of_one_cluster() -> None:
     on = made().calibrate(TWO)
     assert isinstance(on, CalibratedCluster) and on.fingerprint == TWO.fingerprint and on.described == TWO

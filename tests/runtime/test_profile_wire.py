@@ -37,7 +37,7 @@ def links_of(rank: int) -> tuple[LinkProfile, ...]:
 
 def test_a_slow_link_is_asked_for_a_megabyte() -> None:
     seconds, asked = link(0.25e-3, 25e6)
-    assert asked == [1, MB] and len(seconds[MB]) == 3
+    assert asked == [1, MB, MB // 16, MB // 4] and [len(seconds[s]) for s in asked[1:]] == [3, 3, 3]
     found = fit_link(0, 1, seconds)
     assert found.bytes_per_s == pytest.approx(25e6, rel=1e-6) and found.spread == 0.0
     assert found.latency_s == pytest.approx(0.125e-3, rel=1e-3)
@@ -45,7 +45,7 @@ def test_a_slow_link_is_asked_for_a_megabyte() -> None:
 
 def test_a_fast_link_is_asked_for_more_until_bytes_outweigh_the_round_trip() -> None:
     seconds, asked = link(40e-6, 50e9)  # 1 MB: 61 us, 4 MB: 124, 16 MB: 376; ten round trips: 400
-    assert asked == [1, MB, 4 * MB, 16 * MB, 64 * MB]
+    assert asked == [1, MB, 4 * MB, 16 * MB, 64 * MB]  # and parts of 64 MB: 4 MB and 16 MB
     assert fit_link(0, 1, seconds).bytes_per_s == pytest.approx(50e9, rel=1e-6)
 
 
@@ -54,6 +54,13 @@ def test_the_rate_is_of_the_median_and_the_spread_is_stated() -> None:
     assert (found.source, found.target, found.latency_s) == (2, 3, 0.001)
     assert found.bytes_per_s == pytest.approx(MB / 0.108)
     assert found.spread == pytest.approx(0.008 / 0.110)
+
+
+def test_sizes_above_the_line_of_latency_and_rate_have_a_delay() -> None:
+    """10 MB/s and 2 ms a round trip: 250 kB take 27 ms by the line, 30 as measured; 62.5 kB 8.25, and 8 as measured."""
+    seconds = {1: [0.002], 62_500: [0.008], 250_000: [0.030, 0.029, 0.040], 1_000_000: [0.102]}
+    found = fit_link(0, 1, seconds)
+    assert found.delays == ((62_500, 0.0), (250_000, pytest.approx(0.003)))
 
 
 def test_a_link_whose_bytes_take_no_time_is_refused() -> None:

@@ -99,6 +99,22 @@ def test_who_waits_for_the_wire_is_late_no_more(clock: Clock) -> None:
     assert clock.now == pytest.approx(0.012 + 0.001 + 0.010, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("slowdown", "waited", "later"), [(4.0, 0.5, 0.002), (4.0, 0.0001, 0.0), (2.1, 0.5, 0.001), (2.0, 0.5, 0.0)]
+)
+def test_after_waiting_for_the_wire_others_go_first(clock: Clock, slowdown: float, waited: float, later: float) -> None:
+    """Two milliseconds, of a section that takes 10 alone, if twice that still fits its deadline with them."""
+    pace = Deadline(slowdown, nominal_s=[0.010, 0.010])
+    with pace.step():
+        pace.settle()
+        left = clock.now + waited
+        clock.now = left
+        pace.resume()
+        assert clock.now == pytest.approx(left + later, abs=1e-6)
+        clock.work(0.010)
+    assert clock.now == pytest.approx(left + 0.010 * slowdown, abs=1e-5)  # and it ends when it would have
+
+
 def test_steps_with_other_sections_are_refused(clock: Clock) -> None:
     pace = Deadline(1.0, nominal_s=[0.010])
     with pytest.raises(AssertionError, match="more than its 1 sections"), pace.step():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,25 @@ def total(rank: int) -> float:
     value = torch.tensor([float(rank)])
     dist.all_reduce(value)
     return value.item()
+
+
+def policies(rank: int) -> list[int]:
+    """Of this rank's threads of Gloo, those of a second group too once the runner has seen them."""
+    dist.barrier(dist.new_group([0, 1]))
+    found: list[int] = []
+    for _ in range(50):
+        tasks = [t for t in Path("/proc/self/task").glob("*") if "gloo" in (t / "comm").read_text()]
+        found = [os.sched_getscheduler(int(t.name)) for t in tasks]
+        if set(found) == {os.SCHED_BATCH}:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def test_threads_of_gloo_take_no_core_from_a_rank() -> None:
+    with Testbed(ClusterSpec.from_yaml(CLUSTER), enforced=False) as bed:
+        for found in bed.run(policies):
+            assert len(found) >= 2 and set(found) == {os.SCHED_BATCH}
 
 
 def test_functions_run_as_ranks_on_the_loopback() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import Arguments, localize
 
 RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p", "rank", "saved", "self", "torch", "x")
+_NO_NAME = re.compile("[^A-Za-z0-9]")
 
 
 def lower(graph: Graph, plan: Plan) -> Program:
@@ -305,7 +307,7 @@ class _Names:
 
     def fresh(self, wanted: str) -> str:
         """``wanted`` made an identifier, with a number appended if it is taken."""
-        base = "".join(c if c.isalnum() and c.isascii() else "_" for c in wanted)
+        base = _NO_NAME.sub("_", wanted)
         base = f"v_{base}" if not base or base[0].isdigit() else base
         name, count = base, 1
         while name in self.taken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -139,6 +139,21 @@ def _exchange(p: Problem, efficiency: float) -> CollectiveForm:
         by_source, by_target = by_source * exact[:, None], by_target * exact[:, None]
     stage = p.network(by_source=by_source, by_target=by_target, efficiency=efficiency)
     return CollectiveForm(p.exchange_latency_s, (stage, p.by_rank(source=p.copy_s, target=p.copy_s, in_memory=True)))
+
+
+def exchanges_s_per_byte(p: Problem, decomposition: str, pairs: Sequence[tuple[Placement, Placement]]) -> Array:
+    """What ``formula`` takes for an all-to-all of each of these pairs of placements (W,), beside its constant and for
+    every byte: many pairs at once. ``p`` has the sizes, and may have any placements."""
+    assert p.sizes is not None
+    rho, sigma = (np.array([shares(end, p.sizes, p.width) for end in ends]).T for ends in zip(*pairs, strict=True))
+    carried = (p.fabric.senders @ rho) * (p.fabric.receivers @ sigma)
+    for w, (source, target) in enumerate(pairs):
+        if _same_ranges(source, target):
+            carried[:, w] = _carried(replace(p, source=source, target=target), rho[:, w], sigma[:, w])
+    efficiency = p.all_to_all_efficiency if decomposition == "direct" else 1.0
+    wire = (carried / (p.fabric.rates * efficiency)[:, None]).max(axis=0)
+    copies: Array = (p.copy_s[:, None] / p.nbytes * (rho + sigma)).max(axis=0)
+    return wire + copies
 
 
 def _carried(p: Problem, rho: Array, sigma: Array) -> Array:

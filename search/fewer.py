@@ -51,7 +51,6 @@ def pick_devices(search: Search, tried: list[Search]) -> Picked:
         if bounds[number] >= min(seconds.values(), default=float("inf")):
             break
         glanced = searches[number].glance()
-        searches[number].starts = searches[number].rounds = 0  # a glance is no start: what was solved is kept
         if glanced is not None and glanced.fits:
             seconds[number] = glanced.cost[1]
             continue

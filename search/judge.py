@@ -18,8 +18,10 @@ bulk-synchronous view passes by: whole or sharded parameters, each with the batc
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,6 +45,7 @@ from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.problem import Problem
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
+from hap.search.starts import EVERYTHING
 from hap.search.strategies import Chooser
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
@@ -79,39 +82,52 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     """Of ``best``, what else the search ``met`` and the data-parallel family: the one whose program has the shortest
     step as it is run, and that step in seconds; of those as good as equal the one with the fewest conversions, then the
     one with the shorter bulk-synchronous step. Its inputs are dealt out where that costs next to nothing."""
-    problem = chooser.problem
+    watch = _Stopwatch(chooser)
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
-    candidates = [f for f in found.values() if f.cost[1] <= FAR * best.cost[1]][: 1 + MOST]
-    candidates += [f for f in _family(chooser) if f.fits]
-    programs: dict[object, Found] = {}
-    for f in sorted(candidates, key=lambda f: f.cost):
-        programs.setdefault((tuple(f.strategies.values()), f.regather), f)
-    timed: list[tuple[float, tuple[float, float], int]] = []
-    watch = _Stopwatch(problem)
-    rest = sorted(programs.values(), key=lambda f: max(f.evaluation.compute_s))
-    for number, f in enumerate(rest):
-        if timed and max(f.evaluation.compute_s) * LEANEST > min(timed)[0]:
-            break
-        chooser.check()
-        timed.append((watch.seconds(f), f.cost, number))
-    least = min(timed)[0]
-    near = [t for t in timed if t[0] <= least * (1 + TIE)]
-    seconds, _, number = min(near, key=lambda t: (len(rest[t[2]].evaluation.conversions), t))
-    dealt = deal_out_inputs(chooser, rest[number])
-    if dealt is not rest[number] and (dealt_s := watch.seconds(dealt)) <= seconds * (1 + INPUT_TOLERANCE):
+    watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
+    watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
+    near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
+    first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
+    dealt = deal_out_inputs(chooser, first.found)
+    if dealt is not first.found and (dealt_s := watch.seconds(dealt)) <= first.seconds * (1 + INPUT_TOLERANCE):
         return dealt, dealt_s
-    return rest[number], seconds
+    return first.found, first.seconds
 
 
 def _key(found: Found) -> tuple[object, ...]:
     return tuple(found.strategies.items()), tuple(found.sizes.items()), found.regather
 
 
+class _Timed(NamedTuple):
+    found: Found
+    seconds: float
+
+
 @dataclass(eq=False)
 class _Stopwatch:
     """The step of one candidate after another."""
 
-    problem: Problem
+    chooser: Chooser
+    timed: list[_Timed] = field(default_factory=list)
+
+    @property
+    def problem(self) -> Problem:
+        return self.chooser.problem
+
+    @property
+    def least_s(self) -> float:
+        return min((t.seconds for t in self.timed), default=math.inf)
+
+    def look(self, candidates: Iterable[Found]) -> None:
+        """Of those with the same strategies only the cheapest, and none that can not be the fastest."""
+        programs: dict[object, Found] = {}
+        for f in sorted(candidates, key=lambda f: f.cost):
+            programs.setdefault((tuple(f.strategies.values()), f.regather), f)
+        for f in sorted(programs.values(), key=lambda f: max(f.evaluation.compute_s)):
+            if max(f.evaluation.compute_s) * LEANEST > self.least_s:
+                break
+            self.chooser.check()
+            self.timed.append(_Timed(f, self.seconds(f)))
 
     def seconds(self, found: Found) -> float:
         """As ``played`` of the plan's program has it."""
@@ -147,16 +163,18 @@ def _step_s(events: Iterable[Event], width: int) -> float:
     return max(float(free.max(initial=0.0)), wire)
 
 
-def _family(chooser: Chooser) -> Iterator[Found]:
+def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
     """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO): where pins allow.
     Each as the solver would have it, and with all calls on the batch's pieces that can be: a solver that counts every
-    collective's latency and no overlap joins the ranks in mid-step to save gradients that a bundle takes along."""
+    collective's latency and no overlap joins the ranks in mid-step to save gradients that a bundle takes along. No
+    split with which some rank computes for longer than ``least_s``, whatever the strategies."""
     problem = chooser.problem
     batch = next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
     if batch is None or problem.world_size == 1:
         return
     speeds = (1.0 / problem.whole_s, np.ones(problem.world_size))
-    split = tuple(dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds))
+    vectors = dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds)
+    split = [v for v in vectors if float((problem.whole_s * v).max()) * EVERYTHING <= least_s]
     dealt_out: set[tuple[Strategy, ...]] = set()
     for sharded, throughout in itertools.product((False, True), repeat=2):
         forced = _forced(problem, batch, sharded, throughout)

@@ -11,7 +11,6 @@ plan says so where the budget ended the search.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,6 +18,7 @@ from typing import Any
 
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
+from hap.garbage import uncollected
 from hap.placement import GroupSizes
 from hap.plan import Plan
 from hap.rules.choices import Choices
@@ -46,6 +46,7 @@ CLOSE = 0.005  # of the bound: no further start is made
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
 
 
+@uncollected()
 def plan_graph(
     choices: Choices,
     cluster: ClusterSpec,
@@ -75,8 +76,6 @@ def plan_graph(
     best, overlapped_s, advice = None, None, None
     tried = [search]  # one, or if devices may be left out one for every choice of devices
     stopped: dict[str, Any] = {}
-    collecting = gc.isenabled()
-    gc.disable()  # a search makes few cycles, and looking for them among all of torch's objects takes a tenth of it
     try:
         if leave_out:
             search, best, advice = pick_devices(search, tried)
@@ -101,8 +100,6 @@ def plan_graph(
         stopped = {"stopped": True, **({"budget_s": budget_s} if isinstance(e, OutOfTime) else {})}
     finally:
         search.progress.done()
-        if collecting:
-            gc.enable()
     return assemble_plan(
         choices,
         search.problem.cluster,
@@ -134,6 +131,7 @@ class Search:
         kind = Synthesiser if self.method == "astar" else Chooser
         self.chooser = kind(self.problem, self.limits, check=self.progress.check)
         self.met: list[Found] = []
+        self._first: tuple[Found | None] | None = None
 
     @cached_property
     def bound_s(self) -> float | None:
@@ -143,7 +141,7 @@ class Search:
     def run(self) -> Found:
         """The best plan that fits. InfeasibleError if there is none."""
         starts = find_starts(self.problem)
-        best = self._try(starts[:1], None, regather=False)
+        best = self.glance()
         if best is None or not best.fits:
             best = self._try(starts[:1], best, regather=True)
         regather = best is not None and best.fits and best.regather
@@ -161,8 +159,10 @@ class Search:
         return best
 
     def glance(self) -> Found | None:
-        """What the first start leads to, whether it fits or not."""
-        return self._try(find_starts(self.problem)[:1], None, regather=False)
+        """What the first start leads to, whether it fits or not. A search begins with it."""
+        if self._first is None:
+            self._first = (self._try(find_starts(self.problem)[:1], None, regather=False),)
+        return self._first[0]
 
     def alone(self, problem: Problem, limits: Limits) -> Found | None:
         """What a search of its own for another problem leads to at first glance; nothing is said on the terminal."""

@@ -61,8 +61,8 @@ class Problem:
         assert not self.fixed, "sizes are pinned for other ranks"
         if cluster.world_size == 1:
             return Problem.state(self.choices, cluster, self.optimizer, self.pins)
-        facts = self.facts.on(cluster)
-        tables = {regather: table.on(facts) for regather, table in self._tables.items()}
+        facts, known = self.facts.on(cluster), {False: self.tables(False)} | self._tables
+        tables = {regather: table.on(facts) for regather, table in known.items()}
         return Problem(self.choices, cluster, self.optimizer, self.pins, facts, self.classes, {}, self.bundles, tables)
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Problem:

@@ -22,6 +22,7 @@ different groups need not be equal: a rank with a slow link may have little of o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -162,11 +163,13 @@ class _Program:
 
     def _node(self, lines: _Lines, name: str) -> None:
         parts = self.facts.parts(name, self.strategies[name])
-        fixed, slope = (self.facts.times([name]) * column for column in self._line(parts))
-        lines.add(parts.group, fixed if parts.group else fixed + slope, np.diag(slope))
+        fixed, slope = self._line(parts)
+        for _ in range(self.facts.times([name])):
+            lines.add(parts.group, fixed, slope)
 
     def _line(self, parts: Parts) -> tuple[Array, Array]:
-        """Fixed seconds and seconds per share on every class's device. Equal calls are asked about once."""
+        """Fixed seconds (C,) and seconds per share (C, C) on every class's device; where nothing is shared, all of them
+        are fixed. Equal calls are asked about once."""
         key = (parts, parts.call) if self.facts.compute.is_measured else parts
         if key not in self._known:
             here = np.ones(self.n) if parts.group is None else self.here[parts.group]
@@ -176,7 +179,7 @@ class _Program:
                 for device, share, out in zip(devices, here.tolist(), self.out.tolist(), strict=True)
             ]
             fixed, slope = (np.array(column) for column in zip(*pairs, strict=True))
-            self._known[key] = fixed, slope
+            self._known[key] = (fixed + slope if parts.group is None else fixed), np.diag(slope)
         return self._known[key]
 
     def _update(self, lines: _Lines, name: str) -> None:
@@ -234,36 +237,35 @@ class _Program:
 
     def _memory(self) -> None:
         """Rows of what is held, moved up or down so that they agree with the ledger's peak at the present sizes."""
-        held = [_Lines(np.zeros(self.n)) for _ in range(MOMENTS)]
+        whole, pieces = np.zeros((MOMENTS, 1)), dict[str, Array]()  # bytes of everybody, and per share of a group
+
+        def hold(placement: Placement, nbytes: int, moments: Array) -> None:
+            nonlocal whole
+            if isinstance(placement, Shard):
+                pieces[placement.group] = pieces.get(placement.group, 0.0) + moments * nbytes
+            else:
+                whole = whole + moments * nbytes
+
         for name, strategy in self.strategies.items():
             for placement, nbytes, moments in self.facts.held(name, strategy):
-                self._hold(held, placement, nbytes, moments)
+                hold(placement, nbytes, moments)
         for cost in self.evaluation.conversions:
             if cost.need.value not in self.facts.homes:
                 again = self.regather and self.facts.graph.by_name[cost.need.value.node].op == "parameter"
                 alive = self.facts.copy_alive(cost.need.value, cost.need.phase if again else "")
-                self._hold(held, cost.need.target, cost.nbytes, alive)
-        now = np.array([h.constant + sum(np.diag(s) * self.here[g] for g, s in h.slopes.items()) for h in held])
+                hold(cost.need.target, cost.nbytes, alive)
+        now = whole + sum(by * self.here[group] for group, by in pieces.items())
         spare = np.array(self.evaluation.usable_bytes) - np.array(self.evaluation.memory_bytes, dtype=np.float64)
         room = now.max(axis=0) + [spare[np.array(self.classes.of) == c].min() for c in range(self.n)]
-        for t, lines in enumerate(held):
-            for c in range(self.n):
-                left, terms = float(room[c] - lines.constant[c]), dict[int, float]()
-                for group, slope in lines.slopes.items():
-                    if group in self.column:
-                        column = self.column[group] + c
-                        terms[column] = terms.get(column, 0.0) + float(slope[c, c]) * GB
-                    else:
-                        left -= float(slope[c, c] * self.here[group][c])
-                self._row(f"memory[{c},{t}]", -np.inf, left * GB, [(v, k) for v, k in terms.items() if k >= SMALLEST])
-
-    def _hold(self, held: Sequence[_Lines], placement: Placement, nbytes: int, moments: Array) -> None:
-        zeros = np.zeros(self.n)
-        for t, lines in enumerate(held):
-            if moments[t, 0] and isinstance(placement, Shard):
-                lines.add(placement.group, zeros, np.eye(self.n) * nbytes)
-            elif moments[t, 0]:
-                lines.add(None, zeros + nbytes, np.zeros((self.n, self.n)))
+        for t, c in itertools.product(range(MOMENTS), range(self.n)):
+            left, terms = float(room[c] - whole[t, 0]), dict[int, float]()
+            for group, by in pieces.items():
+                if group in self.column:
+                    column = self.column[group] + c
+                    terms[column] = terms.get(column, 0.0) + float(by[t, 0]) * GB
+                else:
+                    left -= float(by[t, 0] * self.here[group][c])
+            self._row(f"memory[{c},{t}]", -np.inf, left * GB, [(v, k) for v, k in terms.items() if k >= SMALLEST])
 
     # -- the program -------------------------------------------------------------------------------------------------
 

@@ -59,9 +59,9 @@ class Chooser:
             choice = self._choose(sizes, regather, capacity, forced or {}, barriers)
             if choice is None:
                 break
-            strategies = self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
-            evaluation = self.problem.judge(strategies, sizes, regather)
-            found.append(Found(strategies, sizes, regather, left_out, evaluation, choice, self.problem.recomputed))
+            if not found or choice.picks != found[-1].choice.picks:
+                found.append(self._judged(choice, sizes, regather, left_out))
+            evaluation = found[-1].evaluation
             hopeless = best is not None and best.fits and choice.objective_s > BEHIND * best.cost[1]
             if found[-1].fits:
                 self.margin = usable - capacity
@@ -69,6 +69,11 @@ class Chooser:
                 break
             capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
         return best_of(found)
+
+    def _judged(self, choice: Choice, sizes: GroupSizes, regather: bool, left_out: tuple[int, ...]) -> Found:
+        strategies = self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
+        evaluation = self.problem.judge(strategies, sizes, regather)
+        return Found(strategies, sizes, regather, left_out, evaluation, choice, self.problem.recomputed)
 
     def _choose(
         self,
@@ -95,11 +100,12 @@ class Chooser:
         return self.solved[key]
 
     def _prices(self, sizes: GroupSizes, regather: bool, capacity: Array) -> Prices:
-        """The last few are kept: the same sizes are asked about with different options forced."""
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()))
+        """The last few are kept: the same sizes are asked about with different options forced, and less memory."""
+        key = (tuple(sizes.items()), regather)
         if key not in self.priced:
             tables = self.problem.tables(regather)
             self.priced[key] = Prices(tables, sizes, capacity, SHORTER * self.problem.scale_s)
             for old in list(self.priced)[:-KEPT]:
                 del self.priced[old]
-        return self.priced[key]
+        known = self.priced[key]
+        return known if np.array_equal(known.capacity_bytes, capacity) else known.holding(capacity)

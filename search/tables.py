@@ -198,6 +198,14 @@ class Prices:
     def facts(self) -> Facts:
         return self.tables.facts
 
+    def holding(self, capacity_bytes: Array) -> Prices:
+        """The same where each rank may hold so much; nothing else is priced anew where alike ranks stay alike."""
+        other = replace(self, capacity_bytes=capacity_bytes)
+        if self.folded is None and other.folded is None and self.ranks == other.ranks:
+            room = capacity_bytes[list(self.ranks)]
+            other.__dict__["_coefficients"] = self._coefficients._replace(capacity_bytes=room)
+        return other
+
     @cached_property
     def folded(self) -> FoldedCluster | None:
         """Ranks that are alike and hold alike once each, if there are many."""

@@ -18,6 +18,8 @@ from ortools.math_opt import model_pb2
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective import CollectiveForm, candidates, collective_coefficients, collective_seconds, shares
+from hap.cost_models.collective_form import Problem
+from hap.cost_models.collective_formulas import exchanges_s_per_byte
 from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers, fold
 from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
@@ -213,7 +215,7 @@ class Wires:
         if self.cluster.fabric.world_size == 1:
             return [np.zeros(len(w.sizes_bytes)) for w in wanted]
         if kind == "all_to_all" and not isinstance(self.cluster, CalibratedCluster) and not self.cluster.fabric.by_size:
-            return [self._exchange_s(*w, sizes) for w in wanted]
+            return self._exchanges_s(wanted, sizes)
         grids = [_grid(w.sizes_bytes) for w in wanted]
         names = self.names(kind)
         at = [np.zeros((len(names), len(grid))) for grid in grids]
@@ -239,16 +241,15 @@ class Wires:
             for w, grid, table in zip(wanted, grids, at, strict=True)
         ]
 
-    def _exchange_s(self, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes) -> Array:
-        """Of an all-to-all: by the formula a constant, and proportional to the bytes."""
-        n, unit = self.cluster.world_size, 1 << 20
-        rho, sigma = shares(source, sizes, n), shares(target, sizes, n)
+    def _exchanges_s(self, wanted: Sequence[Wanted], sizes: GroupSizes) -> list[Array]:
+        """Of all-to-alls: by the formula a constant, and proportional to the bytes."""
         found = []
         for name in self.names("all_to_all"):
-            form = collective_coefficients("all_to_all", name, unit, source, target, self.cluster, sizes=sizes)
-            slope = (form.seconds(rho, sigma) - form.constant_s) / unit
-            found.append(form.constant_s + slope * sizes_bytes)
-        return np.array(found).min(axis=0)
+            first = Problem(self.cluster, self.cluster.fabric, 1.0, wanted[0].source, wanted[0].target, sizes)
+            slopes = exchanges_s_per_byte(first, name, [(w.source, w.target) for w in wanted])
+            constant_s = collective_coefficients("all_to_all", name, 1, *wanted[0][1:], self.cluster).constant_s
+            found.append([constant_s + slope * w.sizes_bytes for slope, w in zip(slopes.tolist(), wanted, strict=True)])
+        return [np.array(ways).min(axis=0) for ways in zip(*found, strict=True)]
 
     def cheapest_shares(self, nbytes: int) -> Array | None:
         """Shares (N,) at which gathering and reduce-scattering a value of ``nbytes`` together takes least: who stores

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hap.garbage import uncollected
 from hap.graph import Graph, Node, Value
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
@@ -61,6 +62,7 @@ class Candidate(NamedTuple):
     atom: Atom
 
 
+@uncollected()
 def choices(graph: Graph, table: RuleTable = DEFAULT_TABLE) -> Choices:
     """Close the candidates of ``graph`` under the rules. MissingRuleError if an operator has no rule."""
     closure = _Closure(graph, table)

@@ -1,0 +1,47 @@
+"""Many collectives priced at once cost what each costs alone: the fastest of its decompositions."""
+
+import numpy as np
+import pytest
+
+from hap.cluster import ClusterSpec
+from hap.cost_models.collective import candidates, collective_seconds
+from hap.cost_models.fold import FoldedCluster
+from hap.placement import PARTIAL, REPLICATE, Placement, Shard
+from hap.search.wires import Wanted, Wires
+
+HOSTS = """
+name: three hosts
+backend: {backend}
+hosts:
+  - {{name: a, devices: [{{gpu: A100-40GB, count: 2}}], link: nvlink, network: {{bandwidth: 100Gbit/s, latency: 20us}}}}
+  - {{name: b, devices: [{{gpu: V100-16GB, count: 2}}], link: nvlink, network: {{bandwidth: 25Gbit/s, latency: 30us}}}}
+  - {{name: c, devices: [{{gpu: T4, count: 2}}], link: pcie3, network: {{bandwidth: 10Gbit/s, latency: 50us}}}}
+"""
+BATCH, HEADS, MIDDLE = Shard(0, 1, 12, 1, "batch"), Shard(2, 1, 8, 4, "heads"), Shard(0, 1, 24, 1, "middle")
+SIZES = {"batch": (4, 3, 2, 2, 1, 0), "heads": (2, 2, 2, 1, 1, 0), "middle": (9, 9, 2, 2, 1, 1)}
+AMOUNTS = np.array([4096.0, 1e6])
+KINDS: list[tuple[str, list[tuple[Placement, Placement]]]] = [
+    ("all_gather", [(BATCH, REPLICATE), (HEADS, REPLICATE)]),
+    ("reduce_scatter", [(PARTIAL, HEADS), (PARTIAL, MIDDLE)]),
+    ("all_reduce", [(PARTIAL, REPLICATE)]),
+    ("all_to_all", [(BATCH, HEADS), (HEADS, MIDDLE), (BATCH, MIDDLE), (MIDDLE, BATCH)]),
+]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize(("kind", "pairs"), KINDS)
+def test_many_at_once(kind, pairs, backend, folded) -> None:  # type: ignore[no-untyped-def]
+    spec = ClusterSpec.from_yaml(HOSTS.format(backend=backend))
+    cluster = FoldedCluster(spec, (0, 1, 2, 2, 3, 4)) if folded else spec
+    sizes = cluster.take(SIZES) if isinstance(cluster, FoldedCluster) else SIZES
+    found = Wires(cluster).best_of_many(kind, [Wanted(AMOUNTS, *pair) for pair in pairs], sizes)
+    for (source, target), seconds in zip(pairs, found, strict=True):
+        alone = [
+            min(
+                collective_seconds(kind, name, int(nbytes), source, target, sizes, cluster)
+                for name in candidates(kind, cluster)
+            )
+            for nbytes in AMOUNTS
+        ]
+        assert seconds == pytest.approx(alone, rel=1e-9)

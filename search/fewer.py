@@ -20,12 +20,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
+from hap.search.cases import bound_by_cases
 from hap.search.found import Found, best_of
 from hap.search.recompute import run_or_repeat
 from hap.search.subsets import LeftOut, slowest_kinds, without
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
+
+MOST_NODES = 3_000  # of a graph for which cases are looked at
+NEAR = 0.005  # of the step: a bound as near as that is not raised
 
 
 class Picked(NamedTuple):
@@ -89,9 +93,20 @@ def _bound_s(search: Search) -> float:
     return search.bound_s
 
 
-def least_bound_s(tried: Sequence[Search]) -> float | None:
-    """Below all plans of all searches."""
-    return min((one.bound_s for one in tried if one.bound_s is not None), default=None)
+def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float | None:
+    """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised case by case where
+    it is not near that, as long as it is the least."""
+    bounds = [one.bound_s for one in tried]
+    known = [b for b in bounds if b is not None]
+    if len(known) < len(bounds) or step_s is None:
+        return min(known, default=None)
+    left = {i for i, one in enumerate(tried) if len(one.problem.choices.graph.nodes) <= MOST_NODES}
+    while True:
+        least = min(range(len(known)), key=known.__getitem__)
+        if least not in left or known[least] >= step_s * (1 - NEAR):
+            return known[least]
+        left.remove(least)
+        known[least] = bound_by_cases(tried[least].problem.facts, known[least], step_s)
 
 
 def best_met(tried: Sequence[Search]) -> tuple[Search, Found | None]:

@@ -37,6 +37,7 @@ from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
 from hap.search.strategies import BEHIND, Chooser
+from hap.search.subsets import Advice, LeftOut
 from hap.search.synthesis import Synthesiser
 from hap.units import format_time
 
@@ -73,7 +74,8 @@ def plan_graph(
     progress = Progress(budget_s=budget_s)
     problem = Problem.state(choices, cluster, optimizer, pins or Pins())
     search = Search(problem, LIMITS[effort], progress=progress, method=method)
-    best, overlapped_s, advice = None, None, None
+    best, overlapped_s = None, None
+    advice: Advice | LeftOut | None = None
     tried = [search]  # one, or if devices may be left out one for every choice of devices
     stopped: dict[str, Any] = {}
     try:
@@ -108,7 +110,7 @@ def plan_graph(
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=least_bound_s(tried),
+        lower_bound_s=least_bound_s(tried, best.evaluation.step_s if leave_out and not stopped else None),
         solver={**search.statistics(best), **if_kept(search.problem, best), **stopped},
         advice=advice,
         overlapped_s=overlapped_s,

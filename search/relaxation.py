@@ -18,47 +18,47 @@ adding up its rows over what looks alike, which can only make the minimum smalle
     produced: sum_q F[v,k,p,q] = m[v,k] sum_{a in v, i gives p} |a| x[a,i]        m: such reads of each of these values
     wanted:   sum_p F[v,k,p,q] = sum_{a in k, j wants q} |a| x[a,j]
     shared:   m[v,k] C[v,p,q] >= F[v,k,p,q]
+    kept:     K[v,p] >= F[v,k,p,R] / m[v,k] + F[v,l,p,R] / m[v,l] - sum_{i gives p} |a| x[a,i]
+                                                    for a parameter v, or a view of one, that k reads in the forward
+                                                    and l in the backward pass: gathered copies there between the two
     state:    what parameters, gradients and the optimizer take in all memory <= all usable memory
+    between:  what parameters, the optimizer, K and what calls of the forward pass save take in all memory <= all usable
+              memory; the calls of type a save nothing for the fraction Z[a] that the backward pass makes again
 
-    minimise  sum |a| line[a,i] x[a,i] + sum least(p, q, bytes) C[v,p,q]
+    minimise  sum |a| line[a,i] x[a,i] + sum least(p, q, bytes) C[v,p,q] + sum |a| min_i line[a,i] Z[a]
 
 A node's colour says how many reads of which colour it has, so all nodes of a type are in the same rows the same number
-of times, and each row above is the sum of the rows of a flow program that merges nothing.
-
-**The least of a collective.** Its seconds are ``constant + sum over stages of max_j (c_j + s_j rho + t_j sigma)``. For
-any weights y of a stage's rows (>= 0, sum 1) the maximum is at least ``y c + min_r (y s)_r + min_r (y t)_r``, as shares
-sum to 1. Good weights come from a small LP (the value of a matrix game) over the classes of alike ranks; any are valid.
-The wire of an all-to-all between shards may be empty, so only its latency and copies count.
+of times, and each row above is the sum of the rows of a flow program that merges nothing. What a conversion takes at
+least is said in ``least``. A plan may instead drop what it gathered of parameters and gather it again: then they have
+no K, but a C for each pass (``regather``). Either is a program of its own, the bound the smaller (``joint_bound``).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from ortools.math_opt import model_pb2
-from ortools.math_opt.python import mathopt
 
 from hap.conversion import collective_kind
-from hap.cost_models.collective import Stage, candidates, collective_coefficients
-from hap.cost_models.fold import fold
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
-from hap.fabric import Array
+from hap.cost_models.order import program_parts
+from hap.cost_models.work import is_view
 from hap.graph import Value
 from hap.hosts import Device
 from hap.placement import REPLICATE, Partial, Placement, Shard
-from hap.plan import Collective
 from hap.search.bound import Line, best_weights, device_classes, line_seconds, make_bound, node_line
 from hap.search.classes import RADIUS, Read, find_colours, find_reads
+from hap.search.least import Least
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import Facts
-from hap.search.protos import SEED, fill_matrix, solve_once
-from hap.search.wires import GRID, ClassForms, RankClasses
+from hap.search.protos import fill_matrix, solve_once
+from hap.search.wires import ClassForms, RankClasses
 
-UNIT_BYTES = 1 << 30
 SAFETY = 1e-6  # of the bound: what the solver's tolerances may be worth
-_SHARD = Shard(0, 1, 1, 1, "any")
 
 
 @dataclass(frozen=True)
@@ -81,77 +81,22 @@ def lower_bound(facts: Facts) -> LowerBound | None:
     compute_s = separate.seconds(weights)
     if facts.cluster.world_size == 1:
         return LowerBound(compute_s, compute_s, 0)
-    relaxation = Relaxation(facts, weights)
-    joint = relaxation.solve()
+    found = joint_bound(facts, weights)
+    joint, variables = found
     seconds = compute_s if joint is None else max(compute_s, joint * (1 - SAFETY))
-    return LowerBound(seconds, compute_s, len(relaxation.cost))
+    return LowerBound(seconds, compute_s, variables)
 
 
-# ---- the least that a conversion takes ----
-
-
-@dataclass(eq=False)
-class Least:
-    """The least seconds of collectives on one cluster, joined by lines between the sizes of ``GRID``: the seconds for
-    given weights are straight between kinks at which they bend down, or at a size of the grid."""
-
-    facts: Facts
-    _curves: dict[Collective, list[float]] = field(default_factory=dict)
-
-    def seconds(self, kind: Collective, nbytes: int) -> float:
-        if kind not in self._curves:
-            self._curves[kind] = self._curve(kind)
-        return float(np.interp(nbytes, GRID, self._curves[kind]))
-
-    def _curve(self, kind: Collective) -> list[float]:
-        """The least over all decompositions at every size of the grid: a minimum of lines bends down.
-
-        A stage's seconds are proportional to the bytes, so each is weighed once, rank by rank. The rest does not depend
-        on shares: of many ranks it is asked of kinds of devices.
-        """
-        cluster = self.facts.cluster
-        other = replace(_SHARD, dim=1)
-        source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
-        target: Placement = other if kind in ("reduce_scatter", "all_to_all") else REPLICATE
-        classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
-        curves = []
-        for name in candidates(kind, cluster):
-            whole = collective_coefficients(kind, name, UNIT_BYTES, source, target, cluster)
-            stages = [s for s in whole.stages if kind != "all_to_all" or s.in_memory]
-            per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in stages) / UNIT_BYTES
-            constants = [collective_coefficients(kind, name, b, source, target, kinds).constant_s for b in GRID]
-            curves.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
-        return [min(column) for column in zip(*curves, strict=True)]
-
-
-def stage_least_s(stage: Stage, weights: Array) -> float:
-    """What a stage takes at least, whatever the shares, by these weights of its rows (K,)."""
-    terms = weights @ stage.constant, (weights @ stage.by_source).min(), (weights @ stage.by_target).min()
-    return max(0.0, float(sum(terms)))
-
-
-def row_weights(stage: Stage, classes: RankClasses) -> Array:
-    """Weights of the rows (K,) that make ``stage_least_s`` large. Rows that are equal for alike ranks share theirs."""
-    tables = [m @ classes.members.T / classes.counts for m in (stage.by_source, stage.by_target)]
-    table = np.concatenate([stage.constant[:, None], *tables], axis=1)
-    scale = np.abs(table).max(initial=0.0)
-    if scale == 0:
-        return np.full(len(table), 1 / len(table))
-    rows, inverse, counts = np.unique(np.round(table / scale, 10), axis=0, return_inverse=True, return_counts=True)
-    model, n = mathopt.Model(name="game"), len(classes.counts)
-    y = [model.add_variable(lb=0) for _ in rows]
-    least = [model.add_variable(lb=-np.inf) for _ in tables]
-    model.add_linear_constraint(sum(y) == 1)
-    for side, variable in enumerate(least):
-        for c in range(n):
-            column = rows[:, 1 + side * n + c]
-            model.add_linear_constraint(variable <= sum(float(k) * v for k, v in zip(column, y, strict=True)))
-    model.maximize(sum(float(k) * v for k, v in zip(rows[:, 0], y, strict=True)) + sum(least))
-    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
-    assert result.has_primal_feasible_solution(), "a game has a value"
-    found = np.maximum(0.0, np.array([result.variable_values()[v] for v in y]))
-    weights: Array = (found / found.sum() / counts)[inverse.ravel()]
-    return weights
+def joint_bound(facts: Facts, weights: Sequence[float]) -> tuple[float | None, int]:
+    """Seconds of the relaxation, where what is gathered is kept, or of that where it is not, if that is less; and how
+    many variables. None if a solver gives up."""
+    keeping = Relaxation(facts, weights)
+    kept = keeping.solve()
+    if kept is None or not keeping.is_crowded:  # with memory enough, gathering once is less than gathering twice
+        return kept, len(keeping.cost)
+    dropping = Relaxation(facts, weights, regather=True)
+    dropped = dropping.solve()
+    return None if dropped is None else min(kept, dropped), len(keeping.cost)
 
 
 # ---- the program ----
@@ -160,8 +105,17 @@ def row_weights(stage: Stage, classes: RankClasses) -> Array:
 class Relaxation:
     """See the module docstring."""
 
-    def __init__(self, facts: Facts, weights: Sequence[float], *, radius: int = RADIUS) -> None:
-        self.facts, self.least = facts, Least(facts)
+    def __init__(
+        self,
+        facts: Facts,
+        weights: Sequence[float],
+        *,
+        radius: int = RADIUS,
+        regather: bool = False,
+        crowded: bool = True,
+    ) -> None:
+        """``crowded`` False: without the rows of memory between the passes."""
+        self.facts, self.least, self.regather, self.crowded = facts, Least(facts), regather, crowded
         self.slices = ClassForms(facts.cluster, RankClasses.find(facts.cluster))
         self.devices, counts = device_classes(facts.cluster)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))
@@ -174,6 +128,9 @@ class Relaxation:
         self.entries: list[tuple[int, int, float]] = []
         rounds = facts.colours if radius == RADIUS else find_colours(facts.graph, facts.candidates, radius=radius)
         self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
+        self.kept: list[tuple[int, float]] = []  # copies that both passes read
+        self.most_kept = 0  # bytes, if all of them are made
+        self.upper: dict[int, float] = {}
         self._types()
         self._values()
         self._state()
@@ -183,11 +140,13 @@ class Relaxation:
         for node in self.facts.graph.nodes:
             members.setdefault(self.fine[node.name], []).append(node.name)
         self.x: dict[int, list[int]] = {}
+        self.options: list[tuple[int, int, str, int]] = []  # variable, how many nodes, the first of them, its option
         self.count = {a: len(names) for a, names in members.items()}
         self.first = {a: names[0] for a, names in members.items()}
         for a, (name, *_) in members.items():
             costs = [self.node_s(name, i) for i in range(len(self.facts.candidates[name]))]
             self.x[a] = [self._variable(f"x[{name},{i}]", self.count[a] * c) for i, c in enumerate(costs)]
+            self.options += [(v, self.count[a], name, i) for i, v in enumerate(self.x[a])]
             self._row(f"one[{name}]", 1.0, 1.0, [(v, 1.0) for v in self.x[a]])
 
     def node_s(self, name: str, option: int) -> float:
@@ -199,6 +158,8 @@ class Relaxation:
 
     def _values(self) -> None:
         """Flows and conversions of every class of values."""
+        # variable, flows of one conversion, bytes, from, to
+        self.conversions: list[tuple[int, int, int, Placement, Placement]] = []
         reads = find_reads(self.facts.graph, self.facts.candidates)
         classes: dict[tuple[int, int], list[Value]] = {}
         for value in reads:
@@ -219,15 +180,20 @@ class Relaxation:
                 reader = None if read.reader is None else self.of_reader[read.reader]
                 slots.setdefault((reader, read.position, read.phase, read.number), []).append(read)
         produced = [s.outputs[index] for s in self.facts.candidates[first.node]]
-        users_of: dict[tuple[int, Placement], list[tuple[int, int]]] = {}
+        users_of: dict[tuple[int, Placement, str], list[tuple[int, int]]] = {}
+        reads_of: dict[tuple[int, Placement], dict[str, list[tuple[int, int]]]] = {}
+        dropped = self.regather and self.facts.graph.by_name[first.node].op == "parameter"
         for k, same in enumerate(slots.values()):
             each = len(same) // len(reads)
             assert each * len(reads) == len(same), "a colour says how often a value is read"
             wants = next(r for r in reads[0] if r.number == same[0].number).wants
             flows = self._transport(f"{label},{k}", supply, produced, same, wants, each)
             for (p, q), flow in flows.items():
-                users_of.setdefault((p, q), []).append((flow, each))
+                users_of.setdefault((p, q, same[0].phase if dropped else ""), []).append((flow, each))
+                reads_of.setdefault((p, q), {}).setdefault(self._part(same), []).append((flow, each))
         self._converted(label, first, produced, users_of)
+        if self.crowded and not dropped and all(r[0].value.node in self._stored for r in reads):
+            self._copies(label, first, produced, reads_of, supply, len(reads))
 
     def _transport(
         self,
@@ -263,20 +229,71 @@ class Relaxation:
         label: str,
         value: Value,
         produced: Sequence[Placement | None],
-        users_of: Mapping[tuple[int, Placement], Sequence[tuple[int, int]]],
+        users_of: Mapping[tuple[int, Placement, str], Sequence[tuple[int, int]]],
     ) -> None:
         nbytes = self.facts.graph.meta(value).nbytes
-        for (p, target), users in users_of.items():
+        for (p, target, phase), users in users_of.items():
             source = produced[p]
             assert source is not None
             seconds = self.conversion_s(nbytes, source, target)
             if len(users) == 1:
                 flow, each = users[0]
                 self.cost[flow] += seconds * MS / each
+                self.conversions.append((flow, each, nbytes, source, target))
                 continue
-            converted = self._variable(f"C[{label},{source}>{target}]", seconds)
+            converted = self._variable(f"C[{label},{source}>{target}{phase}]", seconds)
+            self.conversions.append((converted, 1, nbytes, source, target))
             for number, (flow, each) in enumerate(users):
-                self._row(f"shared[{label},{source}>{target},{number}]", 0.0, np.inf, [(converted, each), (flow, -1.0)])
+                name = f"shared[{label},{source}>{target}{phase},{number}]"
+                self._row(name, 0.0, np.inf, [(converted, each), (flow, -1.0)])
+
+    @cached_property
+    def _stored(self) -> frozenset[str]:
+        """Parameters and views of them."""
+        found: set[str] = set()
+        for node in self.facts.graph.nodes:
+            if node.op == "parameter" or (not node.is_source and is_view(node) and node.inputs[0].node in found):
+                found.add(node.name)
+        return frozenset(found)
+
+    @cached_property
+    def _parts(self) -> Mapping[str, str]:
+        """Call -> the part of the program in which it runs."""
+        _, forward, backward = program_parts(self.facts.graph)
+        return dict.fromkeys((n.name for n in backward), "backward") | dict.fromkeys(
+            (n.name for n in forward), "forward"
+        )
+
+    def _part(self, reads: Sequence[Read]) -> str:
+        """The part in which all of these reads are; "" where they are in both, or results."""
+        found = {self._parts.get(read.reader or "", "") for read in reads}
+        return min(found) if len(found) == 1 else ""
+
+    def _copies(
+        self,
+        label: str,
+        value: Value,
+        produced: Sequence[Placement | None],
+        reads_of: Mapping[tuple[int, Placement], Mapping[str, Sequence[tuple[int, int]]]],
+        supply: Mapping[int, Sequence[tuple[int, float]]],
+        many: int,
+    ) -> None:
+        """What is gathered for both passes lies on all ranks where one ends and the other begins."""
+        everywhere = self.facts.graph.meta(value).nbytes * self.facts.cluster.world_size
+        for (p, target), by_part in reads_of.items():
+            source = produced[p]
+            if not isinstance(source, Shard) or target != REPLICATE:
+                continue
+            pairs = list(itertools.product(by_part.get("forward", ()), by_part.get("backward", ())))
+            if not pairs:
+                continue
+            copy = self._variable(f"K[{label},{source}]", 0.0)
+            self.kept.append((copy, everywhere * GB))
+            self.most_kept += everywhere * many
+            for number, ((f, times), (b, again)) in enumerate(pairs):
+                without = [(v, k) for v, k in supply[p]]
+                flows = [(copy, 1.0), (f, -1.0 / times), (b, -1.0 / again)]
+                self._row(f"kept[{label},{source},{number}]", 0.0, np.inf, [*flows, *without])
 
     def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
         """What a conversion takes at least, whatever the shares."""
@@ -289,21 +306,57 @@ class Relaxation:
         return line_seconds(line, self.weight, self.many)
 
     def _state(self) -> None:
-        """Parameters, their gradients and the optimizer's state, on all ranks together at the end of the step."""
+        """All ranks' memory: at the end of the step parameters, their gradients and the optimizer's state; between both
+        passes what they have gathered instead of the gradients."""
         graph, n = self.facts.graph, self.facts.cluster.world_size
-        terms = []
+        ending, between = [], list(self.kept)
         for a, name in self.first.items():
             node = graph.by_name[name]
             if node.op != "parameter":
                 continue
             trained = node.target in graph.gradients
-            state = optimizer_state_bytes(self.facts.optimizer, node.meta.nbytes) + node.meta.nbytes
-            nbytes = node.meta.nbytes + (state if trained else 0)
+            state = optimizer_state_bytes(self.facts.optimizer, node.meta.nbytes) if trained else 0
+            gradient = node.meta.nbytes if trained else 0
             for variable, strategy in zip(self.x[a], self.facts.candidates[name], strict=True):
-                copies = 1 if isinstance(strategy.outputs[0], Shard) else n
-                terms.append((variable, self.count[a] * copies * nbytes * GB))
+                copies = self.count[a] * (1 if isinstance(strategy.outputs[0], Shard) else n)
+                between.append((variable, copies * (node.meta.nbytes + state) * GB))
+                ending.append((variable, copies * (node.meta.nbytes + state + gradient) * GB))
+        saved = {a: held for a, name in self.first.items() if (held := self._saved(name))}
         room = sum(usable_bytes(d.memory_bytes) for d in self.facts.cluster.devices)
-        self._row("state", -np.inf, room * GB, terms)
+        self.between, self.room = between, room - sum(self.count[a] * held for a, held in saved.items())
+        self._row("state", -np.inf, room * GB, ending)
+        if not self.crowded or self.most_kept * GB + sum(k for _, k in between[len(self.kept) :]) <= self.room * GB:
+            return  # whatever is chosen, it fits
+        for a, held in saved.items():
+            least = min(self.node_s(self.first[a], i) for i in range(len(self.x[a])))
+            again = self._variable(f"Z[{self.first[a]}]", self.count[a] * least)
+            self.upper[again] = 1.0
+            between.append((again, -self.count[a] * held * GB))
+        self._row("between", -np.inf, self.room * GB, between)
+
+    def _saved(self, name: str) -> int:
+        """Bytes of what a call of the forward part makes and the backward part reads, by itself or through views, of
+        which those that must copy may be kept in its place."""
+        graph, found = self.facts.graph, 0
+        node = graph.by_name[name]
+        if node.is_source or is_view(node) or self._parts.get(name) != "forward":
+            return 0
+        for index, meta in enumerate(node.outputs):
+            if meta is not None:
+                found += self._read_late(Value(name, index), meta.nbytes)
+        return found
+
+    def _read_late(self, value: Value, nbytes: int) -> int:
+        """The most bytes that a reader in the backward part needs of a value, no more than ``nbytes``."""
+        graph, most = self.facts.graph, 0
+        for user, place in graph.users.get(value, ()):
+            if self._parts.get(user.name) == "backward":
+                return nbytes
+            if is_view(user) and place == 0:
+                for index, meta in enumerate(user.outputs):
+                    if meta is not None:
+                        most = max(most, self._read_late(Value(user.name, index), min(nbytes, meta.nbytes)))
+        return most
 
     # -- assembling --------------------------------------------------------------------------------------------------
 
@@ -324,11 +377,19 @@ class Relaxation:
 
     def solve(self) -> float | None:
         """Seconds; None if the solver finds no optimum."""
+        solved = solve_once(self.program())
+        if solved is None or not solved.is_optimal:
+            return None
+        held = sum(float(solved.values[v]) * gigabytes for v, gigabytes in self.between)
+        self.is_crowded = held > self.room * GB * (1 - SAFETY)
+        return solved.bound / MS
+
+    def program(self) -> model_pb2.ModelProto:
         used = [i for i, c in enumerate(self.cost) if abs(c) >= SMALLEST]
         proto = model_pb2.ModelProto(name="relaxation")
         proto.variables.ids.extend(range(len(self.names)))
         proto.variables.lower_bounds.extend([0.0] * len(self.names))
-        proto.variables.upper_bounds.extend([np.inf] * len(self.names))
+        proto.variables.upper_bounds.extend([self.upper.get(v, np.inf) for v in range(len(self.names))])
         proto.variables.integers.extend([False] * len(self.names))
         proto.objective.linear_coefficients.ids.extend(used)
         proto.objective.linear_coefficients.values.extend([self.cost[i] for i in used])
@@ -336,8 +397,7 @@ class Relaxation:
         proto.linear_constraints.lower_bounds.extend([lower for lower, _ in self.row_bounds])
         proto.linear_constraints.upper_bounds.extend([upper for _, upper in self.row_bounds])
         fill_matrix(proto, self.entries, np.zeros((0, len(self.names))), len(self.row_names))
-        solved = solve_once(proto)
-        return None if solved is None or not solved.is_optimal else solved.bound / MS
+        return proto
 
 
 def _numbered(placements: Sequence[Placement | None]) -> list[int]:

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from hap.cluster import ClusterSpec
 from hap.cost_models.collective import best_decomposition
 from hap.cost_models.evaluate import evaluate
 from hap.graph import Value
@@ -12,9 +13,12 @@ from hap.placement import PARTIAL, REPLICATE, Shard
 from hap.plan import Collective, Strategy
 from hap.rules.choices import Choices
 from hap.search import plan_graph
+from hap.search.blocks import find_blocks
 from hap.search.bound import Bound, Line, best_weights, make_bound
+from hap.search.least import Least
 from hap.search.prices import Facts
-from hap.search.relaxation import Least, lower_bound
+from hap.search.recompute import after_steps, steps_of
+from hap.search.relaxation import Relaxation, joint_bound, lower_bound
 from hap.search.rounding import round_shares
 from tests.search.models import cluster, mlp
 
@@ -151,3 +155,84 @@ def test_the_unit_of_time_does_not_matter(unit: float) -> None:
     split, whole = Line((0.0, 0.0), (2.0 * unit, 6.0 * unit)), Line((unit / 3, unit), (0.0, 0.0))
     bound = Bound((((split,), 1), ((whole,), 1)), (1, 1))
     assert bound.seconds(best_weights(bound)) == pytest.approx(2.0 * unit)
+
+
+# ---- memory ----
+
+
+def tight(memory: str) -> ClusterSpec:
+    """Four equal devices whose network is slow enough for every gather to show."""
+    return cluster(*[(10, memory)] * 4, network="1GB/s")
+
+
+def relaxed_s(facts: Facts, *, regather: bool = False) -> float:
+    found = Relaxation(facts, best_weights(make_bound(facts)), regather=regather).solve()
+    assert found is not None
+    return found
+
+
+def test_where_memory_is_ample_it_does_not_matter() -> None:
+    """Three layers of 1024 x 1024 parameters, gathered once or twice: once is less, and nothing is computed again."""
+    found = mlp(batch=4096, width=1024, layers=3)
+    some, plenty = (Facts(found.graph, found.strategies, tight(m), "adamw") for m in ("8GB", "80GB"))
+    assert relaxed_s(some) == pytest.approx(relaxed_s(plenty), rel=1e-9)
+    assert relaxed_s(plenty) <= relaxed_s(plenty, regather=True) * (1 + 1e-9)
+    assert joint_bound(some, best_weights(make_bound(some)))[0] == pytest.approx(relaxed_s(some))
+
+
+def test_where_copies_do_not_fit_the_bound_rises_to_the_smaller_of_keeping_and_dropping() -> None:
+    """Parameters, gradients and two moments of three layers are 50 MB, dealt out 13 MB; 12.6 MB of gathered copies and
+    a quarter of what the forward pass saves do not fit beside them."""
+    found = mlp(batch=4096, width=1024, layers=3)
+    crowded, ample = (Facts(found.graph, found.strategies, tight(m), "adamw") for m in ("17MB", "80GB"))
+    weights = best_weights(make_bound(crowded))
+    bound, _ = joint_bound(crowded, weights)
+    assert bound == pytest.approx(min(relaxed_s(crowded), relaxed_s(crowded, regather=True)))
+    assert bound > relaxed_s(ample) * 1.01
+
+
+def test_the_bound_is_below_random_plans_that_fit() -> None:
+    """Strategies drawn for parameters and calls, copies kept or dropped, calls repeated or not, shares even or not."""
+    rng, fitting = random.Random(3), 0
+    found = mlp(batch=1024, width=1024, layers=3)
+    for memory in ("20MB", "26MB", "34MB", "60MB"):
+        devices = tight(memory)
+        facts = Facts(found.graph, found.strategies, devices, "adamw")
+        bound = lower_bound(facts)
+        assert bound is not None
+        blocks = find_blocks(found.graph, facts.evaluator.strides)
+        levels = [(), after_steps(blocks, len(steps_of(blocks)))]
+        for _ in range(25):
+            strategies = _dealt_out(found, rng)
+            ratios = [rng.choice([1.0, 1.0, 1.2]) for _ in range(4)]
+            sizes = {name: round_shares(ratios, g.n) for name, g in found.groups.items()}
+            for regather, recomputed in itertools.product((False, True), levels):
+                names = [name for r in recomputed for name in r.calls]
+                done = evaluate(found.graph, strategies, sizes, devices, regather=regather, recomputed=names)
+                fitting += done.fits
+                assert not done.fits or bound.seconds <= done.step_s
+    assert fitting >= 20
+
+
+@pytest.mark.parametrize("memory", ["37MB", "40MB"])
+def test_the_bound_is_below_the_plan_found_where_memory_is_short(memory: str) -> None:
+    plan = plan_graph(mlp(batch=1024, width=1024, layers=3), tight(memory))
+    assert plan.predicted.lower_bound_s is not None and plan.predicted.lower_bound_s <= plan.predicted.step_s
+
+
+def _dealt_out(found: Choices, rng: random.Random) -> dict[str, Strategy]:
+    """Parameters mostly sharded, calls mostly on the batch's pieces, the rest drawn."""
+    strategies: dict[str, Strategy] = {}
+    made: dict[Value, object] = {}
+    batch = next(p.group for s in found.strategies["i_args_0"] for p in s.outputs if isinstance(p, Shard))
+    for node in found.graph.nodes:
+        fitting = [
+            s
+            for s in found.strategies[node.name]
+            if all(p != PARTIAL or made[v] == PARTIAL for v, p in zip(node.inputs, s.inputs, strict=True))
+        ]
+        wanted = [s for s in fitting if any(isinstance(p, Shard) for p in s.outputs)] if node.is_source else []
+        wanted = wanted or [s for s in fitting if any(isinstance(p, Shard) and p.group == batch for p in s.inputs)]
+        strategies[node.name] = rng.choice(wanted if wanted and rng.random() < 0.95 else fitting)
+        made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+    return strategies

@@ -1,0 +1,90 @@
+"""The least that a collective takes, for any shares.
+
+Its seconds are ``constant + sum over stages of max_j (c_j + s_j rho + t_j sigma)``. For any weights y of a stage's rows
+(>= 0, sum 1) the maximum is at least ``y c + min_r (y s)_r + min_r (y t)_r``, as shares sum to 1. Good
+weights come from a small LP (the value of a matrix game) over the classes of alike ranks; any are
+valid. The wire of an all-to-all between shards may be empty, so only its latency and copies count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from ortools.math_opt.python import mathopt
+
+from hap.cost_models.collective import Stage, candidates, collective_coefficients
+from hap.cost_models.fold import fold
+from hap.fabric import Array
+from hap.placement import REPLICATE, Placement, Shard
+from hap.plan import Collective
+from hap.search.prices import Facts
+from hap.search.protos import SEED
+from hap.search.wires import GRID, RankClasses
+
+UNIT_BYTES = 1 << 30
+_SHARD = Shard(0, 1, 1, 1, "any")
+
+
+@dataclass(eq=False)
+class Least:
+    """The least seconds of collectives on one cluster, joined by lines between the sizes of ``GRID``: the seconds for
+    given weights are straight between kinks at which they bend down, or at a size of the grid."""
+
+    facts: Facts
+    _curves: dict[Collective, list[float]] = field(default_factory=dict)
+
+    def seconds(self, kind: Collective, nbytes: int) -> float:
+        if kind not in self._curves:
+            self._curves[kind] = self._curve(kind)
+        return float(np.interp(nbytes, GRID, self._curves[kind]))
+
+    def _curve(self, kind: Collective) -> list[float]:
+        """The least over all decompositions at every size of the grid: a minimum of lines bends down.
+
+        A stage's seconds are proportional to the bytes, so each is weighed once, rank by rank. The rest does not depend
+        on shares: of many ranks it is asked of kinds of devices.
+        """
+        cluster = self.facts.cluster
+        other = replace(_SHARD, dim=1)
+        source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
+        target: Placement = other if kind in ("reduce_scatter", "all_to_all") else REPLICATE
+        classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
+        curves = []
+        for name in candidates(kind, cluster):
+            whole = collective_coefficients(kind, name, UNIT_BYTES, source, target, cluster)
+            stages = [s for s in whole.stages if kind != "all_to_all" or s.in_memory]
+            per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in stages) / UNIT_BYTES
+            constants = [collective_coefficients(kind, name, b, source, target, kinds).constant_s for b in GRID]
+            curves.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
+        return [min(column) for column in zip(*curves, strict=True)]
+
+
+def stage_least_s(stage: Stage, weights: Array) -> float:
+    """What a stage takes at least, whatever the shares, by these weights of its rows (K,)."""
+    terms = weights @ stage.constant, (weights @ stage.by_source).min(), (weights @ stage.by_target).min()
+    return max(0.0, float(sum(terms)))
+
+
+def row_weights(stage: Stage, classes: RankClasses) -> Array:
+    """Weights of the rows (K,) that make ``stage_least_s`` large. Rows that are equal for alike ranks share theirs."""
+    tables = [m @ classes.members.T / classes.counts for m in (stage.by_source, stage.by_target)]
+    table = np.concatenate([stage.constant[:, None], *tables], axis=1)
+    scale = np.abs(table).max(initial=0.0)
+    if scale == 0:
+        return np.full(len(table), 1 / len(table))
+    rows, inverse, counts = np.unique(np.round(table / scale, 10), axis=0, return_inverse=True, return_counts=True)
+    model, n = mathopt.Model(name="game"), len(classes.counts)
+    y = [model.add_variable(lb=0) for _ in rows]
+    least = [model.add_variable(lb=-np.inf) for _ in tables]
+    model.add_linear_constraint(sum(y) == 1)
+    for side, variable in enumerate(least):
+        for c in range(n):
+            column = rows[:, 1 + side * n + c]
+            model.add_linear_constraint(variable <= sum(float(k) * v for k, v in zip(column, y, strict=True)))
+    model.maximize(sum(float(k) * v for k, v in zip(rows[:, 0], y, strict=True)) + sum(least))
+    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
+    assert result.has_primal_feasible_solution(), "a game has a value"
+    found = np.maximum(0.0, np.array([result.variable_values()[v] for v in y]))
+    weights: Array = (found / found.sum() / counts)[inverse.ravel()]
+    return weights

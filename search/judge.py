@@ -51,6 +51,7 @@ from hap.search.strategies import Chooser
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
 LEANEST = 0.95  # of the busiest rank's compute: no program of the same strategies takes less, whatever folds into what
 TIE = 0.01  # of the step: no cost model tells apart what lies closer
+LIKE = 1e-3  # of the step
 FAR = 1.6  # times the shortest bulk-synchronous step: what bundling and overlap do not make up for
 _FOLDED = ("hap.addmm.default", "aten.addmm.default")
 _CALLS = 10
@@ -85,6 +86,7 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     watch = _Stopwatch(chooser)
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
+    watch.look(f for f in _plainly(chooser, met[0] if met else best) if f.fits)
     watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
@@ -119,11 +121,17 @@ class _Stopwatch:
         return min((t.seconds for t in self.timed), default=math.inf)
 
     def look(self, candidates: Iterable[Found]) -> None:
-        """Of those with the same strategies only the cheapest, and none that can not be the fastest."""
+        """Of those with the same strategies only the cheapest, of those as good as the same only the one with the
+        fewest conversions, and none that can not be the fastest."""
         programs: dict[object, Found] = {}
         for f in sorted(candidates, key=lambda f: f.cost):
             programs.setdefault((tuple(f.strategies.values()), f.regather), f)
-        for f in sorted(programs.values(), key=lambda f: max(f.evaluation.compute_s)):
+        fewest = sorted(programs.values(), key=lambda f: (len(f.evaluation.conversions), f.cost))
+        different: list[Found] = []
+        for f in fewest:
+            if not any(_are_alike(f, other) for other in (*different, *(t.found for t in self.timed))):
+                different.append(f)
+        for f in sorted(different, key=lambda f: max(f.evaluation.compute_s)):
             if max(f.evaluation.compute_s) * LEANEST > self.least_s:
                 break
             self.chooser.check()
@@ -149,6 +157,18 @@ class _Stopwatch:
         return lambda largest, nbytes: forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)[0]
 
 
+def _are_alike(one: Found, other: Found) -> bool:
+    """Whether they take so much the same, and the same of everything, that they are not told apart."""
+    ours, theirs = one.evaluation, other.evaluation
+    nearly = LIKE * theirs.step_s
+    return (
+        one.regather == other.regather
+        and abs(ours.step_s - theirs.step_s) < nearly
+        and abs(ours.communication_s - theirs.communication_s) < nearly
+        and abs(max(ours.compute_s) - max(theirs.compute_s)) < nearly
+    )
+
+
 def _step_s(events: Iterable[Event], width: int) -> float:
     """``play(events).step_s``, and nothing else of it: the clocks alone, of all ranks at once."""
     free, wire, ends = np.zeros(width), 0.0, dict[str, float]()
@@ -161,6 +181,15 @@ def _step_s(events: Iterable[Event], width: int) -> float:
             case Await(handle=handle):
                 free = np.maximum(free, ends.pop(handle))
     return max(float(free.max(initial=0.0)), wire)
+
+
+def _plainly(chooser: Chooser, first: Found) -> Iterator[Found]:
+    """The strategies at the sizes of ``first`` for collectives in their plainest form, with their shares dealt out
+    anew. Bundled and beside compute, collectives gain little from other forms, and a choice that counts on them may
+    lose."""
+    found = chooser.strategies(first.sizes, first.regather, first.left_out, plain=True)
+    if found is not None:
+        yield reshare(chooser.problem, found)
 
 
 def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:

@@ -48,15 +48,16 @@ class Chooser:
         forced: Mapping[int, tuple[int, ...]] | None = None,
         best: Found | None = None,
         barriers: bool = True,
+        plain: bool = False,
     ) -> Found | None:
         """The MILP's choice at these sizes. None if nothing fits. No further attempt is made where the objective is
-        already far behind ``best``."""
+        already far behind ``best``. ``plain``: with collectives at the price of their plainest form."""
         devices = self.problem.cluster.devices
         usable = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
         found: list[Found] = []
         capacity = usable - self.margin
         for _ in range(TIGHTENINGS + 1):
-            choice = self._choose(sizes, regather, capacity, forced or {}, barriers)
+            choice = self._choose(sizes, regather, capacity, forced or {}, barriers, plain)
             if choice is None:
                 break
             if not found or choice.picks != found[-1].choice.picks:
@@ -82,12 +83,13 @@ class Chooser:
         capacity: Array,
         forced: Mapping[int, tuple[int, ...]],
         barriers: bool,
+        plain: bool,
     ) -> Choice | None:
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers)
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers, plain)
         if key not in self.solved:
             self.check()
             self.milps += 1
-            prices = self._prices(sizes, regather, capacity)
+            prices = self._prices(sizes, regather, capacity, plain)
             self.solved[key] = choose(
                 prices.tables.skeleton,
                 prices,
@@ -99,12 +101,12 @@ class Chooser:
             )
         return self.solved[key]
 
-    def _prices(self, sizes: GroupSizes, regather: bool, capacity: Array) -> Prices:
+    def _prices(self, sizes: GroupSizes, regather: bool, capacity: Array, plain: bool) -> Prices:
         """The last few are kept: the same sizes are asked about with different options forced, and less memory."""
-        key = (tuple(sizes.items()), regather)
+        key = (tuple(sizes.items()), regather, plain)
         if key not in self.priced:
             tables = self.problem.tables(regather)
-            self.priced[key] = Prices(tables, sizes, capacity, SHORTER * self.problem.scale_s)
+            self.priced[key] = Prices(tables, sizes, capacity, SHORTER * self.problem.scale_s, plain)
             for old in list(self.priced)[:-KEPT]:
                 del self.priced[old]
         known = self.priced[key]

@@ -13,8 +13,7 @@ from hap.placement import GroupSizes
 from hap.search import astar
 from hap.search.limits import MIP_GAP
 from hap.search.milp import Choice
-from hap.search.strategies import SHORTER, Chooser
-from hap.search.tables import Prices
+from hap.search.strategies import Chooser
 
 STATES = 20_000  # expanded by one search
 
@@ -29,11 +28,12 @@ class Synthesiser(Chooser):
         capacity: Array,
         forced: Mapping[int, tuple[int, ...]],
         barriers: bool,
+        plain: bool,
     ) -> Choice | None:
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers)
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers, plain)
         if key not in self.solved:
             self.check()
             self.milps += 1
-            prices = Prices(self.problem.tables(regather), sizes, capacity, SHORTER * self.problem.scale_s)
+            prices = self._prices(sizes, regather, capacity, plain)
             self.solved[key] = astar.choose(prices, forced=forced, barriers=barriers, nodes=STATES, gap=MIP_GAP)
         return self.solved[key]

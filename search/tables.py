@@ -187,12 +187,13 @@ class Tables:
 @dataclass(frozen=True, eq=False)
 class Prices:
     """Prices at fixed sizes. ``capacity_bytes`` (N,) is what each rank may hold. ``per_collective_s`` is added to every
-    collective: a preference for short programs over gains that nobody could measure."""
+    collective: a preference for short programs over gains that nobody could measure. ``plain``: see ``Wires``."""
 
     tables: Tables
     sizes: GroupSizes
     capacity_bytes: Array
     per_collective_s: float = 0.0
+    plain: bool = False
 
     @property
     def facts(self) -> Facts:
@@ -222,7 +223,9 @@ class Prices:
 
     @cached_property
     def wires(self) -> Wires:
-        return self.facts.wires if self.folded is None else Wires(self.folded)
+        if self.folded is None and not self.plain:
+            return self.facts.wires
+        return Wires(self.cluster, self.plain)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

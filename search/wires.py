@@ -8,7 +8,7 @@ was measured of a collective may bend elsewhere too; the judge, which is exact, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -28,6 +28,13 @@ from hap.plan import Collective
 from hap.search.protos import fill_matrix, solve_once
 
 GRID = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
+PLAINEST: Mapping[Collective, str] = {  # one call of the library's own, on pieces padded to the longest
+    "all_gather": "padded",
+    "all_reduce": "ring",
+    "reduce_scatter": "padded",
+    "all_to_all": "direct",
+    "slice": "local",
+}
 MOST_APART = 64
 MS = 1e3
 _SHARD = Shard(0, 1, 1, 1, "any")  # forms depend on whether a placement is a shard, not on which
@@ -183,15 +190,16 @@ def _groups(*placements: Placement) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Wires:
-    """The collectives of one cluster, which may be folded."""
+    """The collectives of one cluster, which may be folded. ``plain``: each only in its plainest form."""
 
     cluster: Cluster
+    plain: bool = False
     _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
 
     def names(self, kind: Collective) -> tuple[str, ...]:
         if kind not in self._names:
-            self._names[kind] = candidates(kind, self.cluster)
+            self._names[kind] = (PLAINEST[kind],) if self.plain else candidates(kind, self.cluster)
         return self._names[kind]
 
     def form(self, kind: Collective, name: str, nbytes: int) -> Form:

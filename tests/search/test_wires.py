@@ -45,3 +45,13 @@ def test_many_at_once(kind, pairs, backend, folded) -> None:  # type: ignore[no-
             for nbytes in AMOUNTS
         ]
         assert seconds == pytest.approx(alone, rel=1e-9)
+
+
+def test_plainly() -> None:
+    """In its plainest form a gather is padded: of 12 atoms the longest piece has 4, so 6 x 4 / 12 times the value goes
+    round, whoever holds it, and other forms only make it shorter."""
+    cluster = ClusterSpec.from_yaml(HOSTS.format(backend="nccl"))
+    wanted = [Wanted(AMOUNTS, BATCH, REPLICATE)]
+    (plain,), (best,) = (Wires(cluster, only).best_of_many("all_gather", wanted, SIZES) for only in (True, False))
+    padded = [collective_seconds("all_gather", "padded", int(b), BATCH, REPLICATE, SIZES, cluster) for b in AMOUNTS]
+    assert plain == pytest.approx(padded, rel=1e-9) and (best <= plain).all() and best[1] < plain[1]

@@ -35,9 +35,10 @@ from benchmarks.race_rank import calibrate, race
 from benchmarks.testbed import RankError, Testbed
 from hap.capture import capture
 from hap.cluster import ClusterSpec
-from hap.cost_models.profile import Profile
+from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.placement import Shard
 from hap.rules.choices import choices
+from hap.runtime.emulate import measure_host
 from hap.search.planner import plan_graph
 
 NAME = "race"
@@ -190,28 +191,41 @@ def cannot_run(model: str) -> str | None:
     return None
 
 
-def profiled(name: str, models: Sequence[str]) -> Profile:
-    """What a user would do first: measure the cluster, with the calls of what is to be trained."""
+def described(name: str, call_s: float, slowdowns: Sequence[float]) -> ClusterSpec:
+    """The cluster with what a call takes on its devices, ``call_s`` of this machine's seconds: the cluster file's
+    ``launch``, by which packing many values for one collective is priced."""
     spec = cluster(name)
-    with Testbed(spec) as bed:
+    hosts = tuple(
+        host.model_copy(update={"devices": tuple(d.model_copy(update={"launch": call_s * s}) for d in host.devices)})
+        for host, s in zip(spec.hosts, slowdowns, strict=True)
+    )
+    return ClusterSpec.model_validate(spec.model_copy(update={"hosts": hosts}).model_dump(exclude_none=True))
+
+
+def profiled(name: str, call_s: float, models: Sequence[str]) -> CalibratedCluster:
+    """What a user would do first: measure the cluster, with the calls of what is to be trained."""
+    with Testbed(cluster(name)) as bed:
+        spec = described(name, call_s, [r.slowdown for r in bed.layout.ranks])
         text = bed.run(calibrate, spec.to_yaml(), models, timeout=300.0)[0]
-    return Profile.model_validate_json(text)
+    return Profile.model_validate_json(text).calibrate(spec)
 
 
-def run_case(model: str, name: str, profile: Profile, rounds: int, absent: Mapping[str, str], bare: bool) -> Case:
+def run_case(
+    model: str, name: str, told: CalibratedCluster, rounds: int, absent: Mapping[str, str], bare: bool
+) -> Case:
     """Plan, then race all that are not ``absent``."""
     spec = cluster(name)
     built = build(model)
     graph = capture(
         built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets, name=model
     )
-    plan = plan_graph(choices(graph), profile.calibrate(spec))
+    plan = plan_graph(choices(graph), told)
     batch = len(built.example_inputs)
     sizes, equal = dealt(batch, CLUSTERS[name][0]), dealt(batch, (1,) * 4)
     names = [who for who in (OURS, BARE, *BASELINES) if who not in absent and (bare or who != BARE)]
     if sizes == equal:
         names.remove("DDP, by speed")
-    given = (plan.to_json(), spec.to_yaml(), profile.model_dump_json())
+    given = (plan.to_json(), told.described.to_yaml(), told.profile.model_dump_json())
     with Testbed(spec) as bed:
         slowdowns = tuple(r.slowdown for r in bed.layout.ranks)
         found = [bed.run(race, names, model, sizes, equal, *given, rounds, timeout=900.0) for _ in range(SESSIONS)]
@@ -258,13 +272,14 @@ def main() -> None:
     clusters = chosen(options.extra.clusters, CLUSTERS, ("both", "equal") if options.quick else tuple(CLUSTERS))
     rounds = options.extra.rounds or (1 if options.quick else ROUNDS)
     report = CasesReport(NAME, "The race: HAP against DDP, ZeRO-1 and FSDP2 on unequal clusters", options)
+    call_s = measure_host().launch_s
     reasons = {model: cannot_run(model) for model in models}
     absent = {model: {"FSDP2": why} if why else {} for model, why in reasons.items()}
     for name in clusters:
-        profile = profiled(name, models)
-        print(f"{name}: profiled in {profile.seconds_taken:.0f} s", flush=True)
+        told = profiled(name, call_s, models)
+        print(f"{name}: profiled in {told.profile.seconds_taken:.0f} s", flush=True)
         for model in models:
-            case = run_case(model, name, profile, rounds, absent[model], options.extra.bare)
+            case = run_case(model, name, told, rounds, absent[model], options.extra.bare)
             report.cases[case.name] = case
             print(line(case), flush=True)
     in_order = [f"{model}, {name}" for name in CLUSTERS for model in MODELS]

@@ -137,9 +137,9 @@ def call_curves(timings: Iterable[Timing]) -> dict[str, CallCurve]:
     return found
 
 
-def pool(by_rank: Sequence[Sequence[Timing]], *, least: bool) -> tuple[list[Timing], tuple[float, ...]]:
-    """One kind's timings from its ranks': of each call and share the least (emulation: neighbours only add) or the
-    median; and each rank's factor, the median of its ratios to them over that of all ranks."""
+def pool(by_rank: Sequence[Sequence[Timing]]) -> tuple[list[Timing], tuple[float, ...]]:
+    """One kind's timings from its ranks': the median of each call and share; and each rank's factor, the median of its
+    ratios to them over that of all ranks."""
     seen: dict[tuple[str, float], list[tuple[int, Timing]]] = {}
     for rank, timings in enumerate(by_rank):
         for t in timings:
@@ -148,7 +148,7 @@ def pool(by_rank: Sequence[Sequence[Timing]], *, least: bool) -> tuple[list[Timi
     ratios: list[list[float]] = [[] for _ in by_rank]
     for found in seen.values():
         seconds = [t.seconds for _, t in found]
-        chosen = min(seconds) if least else statistics.median(seconds)
+        chosen = statistics.median(seconds)
         first = found[0][1]
         spread = statistics.median(t.spread for _, t in found)
         pooled.append(Timing(*_described(first), chosen, spread))

@@ -104,7 +104,8 @@ class UpdateFit(_Frozen):
 class DeviceKind(_Frozen):
     """Devices that the cluster file describes alike. ``fits`` by ``op/dtype`` and ``class/dtype``; ``copies`` by
     ``collective/decomposition``; ``updates`` by optimizer. ``step_s``: what a step takes beside its calls; ``in_step``:
-    by how much calls take longer in a step than alone; ``node_s``: what each takes beside that, views included."""
+    by how much calls take longer in a step than alone; ``node_s``: what each takes beside that, views included;
+    ``resume_s``: what the calls after a wait for other ranks take longer."""
 
     name: str
     memory_bytes: int | None = None
@@ -115,6 +116,7 @@ class DeviceKind(_Frozen):
     step_s: float = 0.0
     in_step: float = 1.0
     node_s: float = 0.0
+    resume_s: float = 0.0
 
 
 class RankProfile(_Frozen):
@@ -309,13 +311,16 @@ class CalibratedCluster(ClusterSpec):
         raise ProfileError(f"the profile has no {kind} by {decomposition}; profile again")
 
     def copy_rates(self, kind: Collective, decomposition: str) -> tuple[Array, Array, Array]:
-        """(launch seconds, seconds per whole byte, seconds per local byte) of packing, by rank."""
+        """(launch seconds, seconds per whole byte, seconds per local byte) of packing, by rank; among the first, what
+        the next calls take longer where ranks waited for each other."""
         name, rows = f"{kind}/{base_name(decomposition)}", []
         for rank in self.profile.ranks:
-            fit = self.profile.kinds[rank.kind].copies.get(name)
+            device = self.profile.kinds[rank.kind]
+            fit = device.copies.get(name)
             if fit is None:
                 raise ProfileError(f"the profile has no {kind} by {decomposition}; profile again")
-            rows.append([rank.factor * x for x in (fit.launch_s, fit.s_per_whole, fit.s_per_local)])
+            launch_s = fit.launch_s + (device.resume_s if kind != "slice" else 0.0)
+            rows.append([rank.factor * x for x in (launch_s, fit.s_per_whole, fit.s_per_local)])
         launch, whole, local = np.array(rows).T
         return launch, whole, local
 

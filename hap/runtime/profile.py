@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,13 +137,13 @@ def _profile(
     made: list[DeviceKind] = []
     ranks: dict[int, RankProfile] = {}
     for members in kinds.values():
-        pooled, factors = pool([everyone[r].timings for r in members], least=slowdown is not None)
+        pooled, factors = pool([everyone[r].timings for r in members])
         for rank, factor in zip(members, factors, strict=True):
             spread = statistics.median([t.spread for t in everyone[rank].timings] or [0.0])
             own = factor if abs(factor - 1) > SAME_KIND else 1.0
             ranks[rank] = RankProfile(device=cluster.devices[rank].name, kind=len(made), factor=own, spread=spread)
         equals = [everyone[r] for r in members]
-        made.append(_kind(cluster.devices[members[0]].gpu, pooled, equals, slowdown is not None))
+        made.append(_kind(cluster.devices[members[0]].gpu, pooled, equals))
     return Profile(
         cluster=cluster.name,
         cluster_fingerprint=cluster.fingerprint,
@@ -158,24 +158,24 @@ def _profile(
     )
 
 
-def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank], emulated: bool) -> DeviceKind:
-    choose = min if emulated else statistics.median
+def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank]) -> DeviceKind:
     ran = [*zip(*(m.steps for m in members), strict=True), *zip(*(m.parts for m in members), strict=True)]
     in_step, node_s = fit_steps(
-        calls=[choose(s.calls_s for s in same) for same in ran],
+        calls=[statistics.median(s.calls_s for s in same) for same in ran],
         nodes=[same[0].nodes for same in ran],
-        seconds=[choose(s.seconds for s in same) for same in ran],
+        seconds=[statistics.median(s.seconds for s in same) for same in ran],
     )
     return DeviceKind(
         name=name,
         memory_bytes=members[0].memory_bytes,
         calls=call_curves(pooled),
         fits=fit_timings(pooled),
-        updates={optimizer: _update(optimizer, members, choose) for optimizer in members[0].around},
+        updates={optimizer: _update(optimizer, members) for optimizer in members[0].around},
         copies=fit_copies([t for m in members for t in m.copies]),
-        step_s=float(choose(step_s for m in members for step_s, _ in m.around.values())),
+        step_s=float(statistics.median(step_s for m in members for step_s, _ in m.around.values())),
         in_step=in_step,
         node_s=node_s,
+        resume_s=float(statistics.median(s.resume_s for m in members for s in m.parts)),
     )
 
 
@@ -184,13 +184,13 @@ def _alike(members: Sequence[_Rank]) -> list[tuple[GraphTiming, ...]]:
     return list(zip(*(m.steps for m in members), strict=True))
 
 
-def _update(optimizer: str, members: Sequence[_Rank], choose: Callable[[Iterable[float]], float]) -> UpdateFit:
-    each = choose([m.around[optimizer][1] for m in members])
+def _update(optimizer: str, members: Sequence[_Rank]) -> UpdateFit:
+    each = statistics.median([m.around[optimizer][1] for m in members])
     graphs = _alike(members)
     return fit_update(
         parameters=[1, *(same[0].parameters for same in graphs)],
         nbytes=[0, *(same[0].nbytes for same in graphs)],
-        seconds=[each, *(choose([s.updates[optimizer] for s in same]) for same in graphs)],
+        seconds=[each, *(statistics.median([s.updates[optimizer] for s in same]) for same in graphs)],
     )
 
 

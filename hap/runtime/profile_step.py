@@ -11,6 +11,9 @@ its work is most of it. Fitted over both:
 
     forward and backward = in_step * (sum of the calls) + nodes * node_s
     update               = parameters * per_parameter_s + bytes * s_per_byte
+
+*After a wait* for the other ranks a CPU's caches hold what ran meanwhile: the calls of a share once more, cut by
+barriers, take ``resume_s`` longer for each.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from hap.runtime.step import Step
 
 FEW, MANY = 2, 14  # parameters of the two tiny programs
 STEPS = 8
+CUTS = 8  # waits in a share's calls
 
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -143,11 +147,12 @@ def time_graph(
 @dataclass(frozen=True)
 class ShareTiming:
     """The calls of a small share of a graph, views apart, one after another: seconds, as the sum of the calls timed
-    alone, and how many."""
+    alone, and how many; what each wait among them adds (0 on a GPU, whose kernels wait for others in its queue)."""
 
     seconds: float
     calls_s: float
     nodes: int
+    resume_s: float
 
 
 def time_share(
@@ -173,15 +178,24 @@ def time_share(
         calls_s += alone[parts.call, share]
         runs.append(local_call(graph, node, strategy, sizes, layouts, clock.device))
 
-    def run() -> None:
-        for call in runs:
-            call()
-
-    samples = []
+    samples, cut = [], []
+    pieces = [runs[i * len(runs) // CUTS : (i + 1) * len(runs) // CUTS] for i in range(CUTS)]
     for _ in range(STEPS):
         together()
-        samples.append(clock.once(run))
-    return ShareTiming(clock.of(samples[1:]), calls_s, len(runs))
+        samples.append(clock.once(lambda: _all(runs)))
+        seconds = 0.0
+        for piece in pieces:
+            together()
+            seconds += clock.once(lambda piece=piece: _all(piece))  # type: ignore[misc]
+        cut.append(seconds)
+    whole_s, cut_s = clock.of(samples[1:]), clock.of(cut[1:])
+    resume_s = 0.0 if clock.device.type == "cuda" else max(0.0, cut_s - whole_s) / (CUTS - 1)
+    return ShareTiming(whole_s, calls_s, len(runs), resume_s)
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _random_source(graph: Graph, program: Program, source: Source, device: torch.device) -> torch.Tensor:

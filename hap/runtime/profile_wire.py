@@ -36,7 +36,8 @@ SETTLE_S = 2e-3  # after a barrier and the sweep, until the processes that they 
 LATER_S = 1e-3  # every other time each rank comes so much later than the one before: in a step some wait for the last
 PARTS = (1 / 16, 1 / 4)  # of the large message: the sizes in between that are measured
 LINK_REPEATS = 5
-SWEPT_BYTES = 4 << 20  # written before each: in a step a rank comes from computing, and the caches hold that
+SWEPT_BYTES = 1 << 20  # written before each: in a step a rank comes from computing, and the caches hold that
+AWAKE = 8  # small calls after that: who packs has just computed; only who joins has waited (``DeviceKind.resume_s``)
 
 
 class Ends(NamedTuple):
@@ -265,6 +266,8 @@ def _once(case: Case, comm: Communicator, recorder: Recorder, turn: int) -> Ends
     dist.barrier()
     torch.ones(SWEPT_BYTES // 4, device=comm.device).add_(1.0)
     time.sleep(SETTLE_S + LATER_S * ((comm.rank + turn) % comm.world_size) * (turn % 2))
+    for _ in range(AWAKE):
+        torch.ones(1024, device=comm.device).add_(1.0)
     recorder.begin()
     run()
     return recorder.end()

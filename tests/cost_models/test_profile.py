@@ -121,6 +121,14 @@ def test_collectives_as_measured() -> None:
     assert sliced == pytest.approx(0.5)
 
 
+def test_who_waited_for_others_computes_a_little_longer() -> None:
+    """A tenth of a second on the first rank, two on the second; a slice waits for nobody."""
+    on = made(kind={"resume_s": 0.1}).calibrate(TWO)
+    plain = formula_coefficients("all_reduce", "ring", 64, P, R, on)
+    assert collective_seconds("all_reduce", "ring", 64, P, R, {}, on) == pytest.approx(1.5 * plain.constant_s + 0.7)
+    assert collective_seconds("slice", "local", 64, R, KEPT, {"kept": (3, 1)}, on) == pytest.approx(0.5)
+
+
 def test_ports_have_measured_rates() -> None:
     """Both pairs are limited by the second host's 500 Mbit/s = 62.5 MB/s and reach 40; the first host's ports, which
     limit nobody, are assumed to be as much slower than described."""

@@ -11,8 +11,9 @@ each lowered, rewritten and played (``played``):
                   the order of issue
     a bundle      one collective of all its bytes, by the way that is fastest for them
 
-The candidates are those the search has met, and the data-parallel family, which are points of the same space that a
-bulk-synchronous view passes by: whole or sharded parameters, each with the batch split by speed and evenly.
+The candidates are those the search has met, what it would choose if collectives had their plainest form only, and the
+data-parallel family, which are points of the same space that a bulk-synchronous view passes by: whole or sharded
+parameters, each with the batch split by speed and evenly.
 """
 
 from __future__ import annotations

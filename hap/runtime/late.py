@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch.utils._pytree import tree_map
 
 
 class Arrival:
@@ -54,31 +53,32 @@ class LateTensor(torch.Tensor):
         """Python's door: also what reads memory and is no operator, such as ``numpy()`` and ``tolist()``."""
         kwargs = kwargs or {}
         if func in _PLAIN_TENSORS_ONLY:
-            args, kwargs = tree_map(_arrived, (tuple(args), dict(kwargs)))
+            args, kwargs = _arrived(args), _arrived(kwargs)
         elif func not in _LOOKS_AT_NO_VALUE:
-            tree_map(_arrived, (args, kwargs))
+            _arrived(args), _arrived(kwargs)
         return torch.Tensor.__torch_function__(func, (), args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch says not what it is given
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The operators' door."""
         if func is torch.ops.aten.ones_like.default:  # the tangent that ``backward()`` begins with
             return torch.ones(args[0].shape, dtype=args[0].dtype)
-        return func(*tree_map(_arrived, tuple(args)), **tree_map(_arrived, dict(kwargs or {})))
+        return func(*_arrived(args), **_arrived(kwargs or {}))
 
 
-def _arrived(value: Any) -> Any:
-    return value.arrival.value() if isinstance(value, LateTensor) else value
+def _arrived(given: Any) -> Any:
+    """An argument, or several, with every late tensor's value in its place."""
+    if isinstance(given, LateTensor):
+        return given.arrival.value()
+    if isinstance(given, (tuple, list)):
+        return [_arrived(item) for item in given] if isinstance(given, list) else tuple(map(_arrived, given))
+    if isinstance(given, Mapping):
+        return {key: _arrived(item) for key, item in given.items()}
+    return given
 
 
-_LOOKS_AT_NO_VALUE = (
-    torch.Tensor.backward,
-    torch.Tensor.grad_fn.__get__,
-    torch.Tensor.requires_grad.__get__,
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-)
+_FORM = ("grad_fn", "requires_grad", "shape", "dtype", "device")
+_LOOKS_AT_NO_VALUE = (torch.Tensor.backward, *(getattr(torch.Tensor, name).__get__ for name in _FORM))
 _PLAIN_TENSORS_ONLY = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.tolist)

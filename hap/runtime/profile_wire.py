@@ -26,11 +26,11 @@ from hap.plan import Collective
 from hap.runtime.collectives import Communicator
 
 ATOMS = 16  # of the measured values, per side
-VALUE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 21)
+VALUE_BYTES = tuple(1 << k for k in (10, 14, 16, 17, 18, 19, 20))  # closely about the segments of ``hap.routes``
 LINK_BYTES = 1 << 20  # at least: 64 times a shaper's burst, since small messages pass faster than the rate
 MOST_LINK_BYTES = 1 << 28
 LONG = 10.0  # round trips of an empty message that a large one takes at least, if its size allows it
-REPEATS = 4
+REPEATS = 2
 LARGE_BYTES = 1 << 18  # smaller values are measured twice as often: one tick of the scheduler is as long as they are
 SETTLE_S = 2e-3  # after a barrier and the sweep, until the processes that they woke are at rest again
 LATER_S = 1e-3  # every other time each rank comes so much later than the one before: in a step some wait for the last

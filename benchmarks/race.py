@@ -53,7 +53,7 @@ OURS = "HAP"
 BARE = "HAP, no passes"
 BASELINES = ("DDP", "DDP, by speed", "ZeRO-1", "FSDP2")
 ROUNDS = 2  # of a session
-SESSIONS = 3  # of fresh processes: what memory a process happens to get makes its steps differ by several percent
+SESSIONS = 2  # of fresh processes: what memory a process happens to get makes its steps differ by a few percent
 
 
 def cluster(name: str) -> ClusterSpec:

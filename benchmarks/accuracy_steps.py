@@ -19,10 +19,11 @@ from benchmarks.accuracy_rank import Run, calibrate, capture_built, run_plans
 from benchmarks.common import Report, Spread
 from benchmarks.testbed import Testbed, network
 from hap.codegen.lowering import lower
-from hap.cost_models.collective import collective_coefficients, shares
+from hap.cost_models.collective import course
 from hap.cost_models.profile import CalibratedCluster, Profile, base_name
+from hap.cost_models.timeline import simulate
 from hap.placement import parse_placement
-from hap.plan import Conversion, Plan
+from hap.plan import Conversion, Plan, Strategy
 from hap.rules.choices import choices
 from hap.search.planner import plan_graph
 
@@ -121,7 +122,13 @@ def row_of(name: str, model: str, plan: str, found: Plan, calibrated: Calibrated
         Call(c.collective, c.decomposition, c.nbytes, wire_seconds(c, found, calibrated), measured)
         for c, measured in zip(in_order(model, found), wires(runs), strict=True)
     )
-    return Row(name, model, plan, found.predicted.step_s, steps, max(run.late_s for run in runs), calls)
+    return Row(name, model, plan, predicted_seconds(model, found, calibrated), steps, max(run.late_s for run in runs), calls)
+
+
+def predicted_seconds(model: str, plan: Plan, calibrated: CalibratedCluster) -> float:
+    """Of a step as the plan is written, by the timeline, which knows who packs and who is done before others."""
+    strategies = {name: Strategy.parse(text) for name, text in plan.strategies.items()}
+    return simulate(capture_built(find(model)), strategies, plan.sizes, calibrated).step_s
 
 
 def wires(runs: Sequence[Run]) -> list[float]:
@@ -134,12 +141,8 @@ def wires(runs: Sequence[Run]) -> list[float]:
 
 def wire_seconds(c: Conversion, plan: Plan, calibrated: CalibratedCluster) -> float:
     """Predicted, without packing and joining."""
-    source, target = parse_placement(c.source), parse_placement(c.target)
-    form = collective_coefficients(
-        c.collective, c.decomposition, c.nbytes, source, target, calibrated, sizes=plan.sizes
-    )
-    rho, sigma = (shares(p, plan.sizes, calibrated.world_size) for p in (source, target))
-    return form.constant_s + sum(s.seconds(rho, sigma) for s in form.stages if not s.in_memory)
+    ends = parse_placement(c.source), parse_placement(c.target)
+    return course(c.collective, c.decomposition, c.nbytes, *ends, calibrated, plan.sizes).wire_s
 
 
 def kendall_tau(predicted: Sequence[float], measured: Sequence[float], tolerance: float = 0.0) -> tuple[float, int]:

@@ -34,6 +34,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from hap.cost_models.collective_delays import delayed
 from hap.cost_models.collective_form import (
     CALL_S,
@@ -49,7 +51,7 @@ from hap.cost_models.collective_nccl import nccl_formula, speech
 from hap.cost_models.collective_routes import routings
 from hap.cost_models.fold import MOST_WHOLE, Cluster
 from hap.cost_models.profile import CalibratedCluster
-from hap.fabric import Fabric
+from hap.fabric import Array, Fabric
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Collective
 from hap.routes import ROUTED
@@ -200,6 +202,36 @@ def collective_coefficients(
         return form
     problem = Problem(cluster, cluster.fabric, float(nbytes), source, target, sizes)
     return _as_measured(form, kind, decomposition, problem, cluster)
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """How a collective goes on a measured cluster: seconds on the wire; by rank (N,) seconds of packing and joining, and
+    by how many seconds it is done before the last one."""
+
+    wire_s: float
+    packing_s: Array
+    ahead_s: Array
+
+
+def course(
+    kind: Collective,
+    decomposition: str,
+    nbytes: int,
+    source: Placement,
+    target: Placement,
+    cluster: CalibratedCluster,
+    sizes: GroupSizes,
+) -> Course:
+    """Of the same seconds as ``collective_coefficients`` has, which rank spends which."""
+    form = collective_coefficients(kind, decomposition, nbytes, source, target, cluster, sizes=sizes)
+    given = tuple(shares(p, sizes, cluster.world_size) for p in (source, target))
+    wire_s = form.constant_s + sum(stage.seconds(*given) for stage in form.stages if not stage.in_memory)
+    packing_s = np.zeros(cluster.world_size)
+    for stage in form.stages:
+        packing_s = packing_s + stage.rows(*given) if stage.in_memory else packing_s
+    early = cluster.collective(kind, decomposition).ahead if cluster.world_size > 1 else ()
+    return Course(wire_s, packing_s, wire_s * np.array(early) if early else np.zeros(cluster.world_size))
 
 
 def formula_coefficients(

@@ -21,6 +21,7 @@ from hap.plan import Collective
 
 BINS = 4
 PER_BIN = 4  # samples, at least, for a factor by size
+AHEAD_BYTES = 1 << 16  # who is done before others is told by larger values
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class WireTiming:
-    """One collective on one value: seconds on the wire beside the plain formula's, and the spread over repeats."""
+    """One collective on one value: seconds on the wire beside the plain formula's, the spread over repeats, and for how
+    much of these seconds every rank was done before the last one."""
 
     kind: Collective
     decomposition: str
@@ -48,6 +50,7 @@ class WireTiming:
     formula_s: float
     seconds: float
     spread: float
+    ahead: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,9 +236,15 @@ def fit_collectives(timings: Sequence[WireTiming]) -> tuple[CollectiveProfile, .
                 residual=statistics.median(errors),
                 spread=statistics.median(t.spread for t in some),
                 samples=len(some),
+                ahead=_ahead([t.ahead for t in some if t.nbytes >= AHEAD_BYTES]),
             )
         )
     return tuple(found)
+
+
+def _ahead(samples: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The median of every rank."""
+    return tuple(statistics.median(own) for own in zip(*samples, strict=True))
 
 
 def non_decreasing(values: Sequence[float]) -> list[float]:

@@ -143,7 +143,8 @@ class LinkProfile(_Frozen):
 
 class CollectiveProfile(_Frozen):
     """On the wire: ``factor * formula``, the factor interpolated between ``factors``, logarithm against logarithm of
-    ``sizes`` (bytes of the whole value). ``seconds``: what the values of these sizes took, dealt evenly."""
+    ``sizes`` (bytes of the whole value). ``seconds``: what the values of these sizes took, dealt evenly. ``ahead``: for
+    which part of its seconds each rank is done before the last one; none where that was not measured."""
 
     kind: Collective
     decomposition: str
@@ -153,6 +154,7 @@ class CollectiveProfile(_Frozen):
     residual: float
     spread: float
     samples: int
+    ahead: tuple[float, ...] = ()
 
     def factor(self, nbytes: float) -> float:
         return math.exp(between(nbytes, self.sizes, [math.log(f) for f in self.factors]))

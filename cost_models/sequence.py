@@ -36,7 +36,7 @@ class ConversionCost:
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """Work that every rank does by itself: ``seconds`` (N,). ``kind``: forward, backward, slice or update."""
+    """Work that every rank does by itself: ``seconds`` (N,). ``kind``: forward, backward, slice, pack or update."""
 
     name: str
     kind: str

@@ -5,7 +5,9 @@
     overlapped:  it is issued as soon as its value exists; ranks go on, and wait for it where its first reader stands
                  (that of a result: at the update)
 
-``evaluate`` is the same with nothing overlapped: the two agree to rounding. ``simulate`` plays a graph; ``play`` plays
+``evaluate`` is the same with nothing overlapped: the two agree to rounding. On a measured cluster the timeline knows
+more: each rank packs for itself, and goes on when it has what it needs, maybe before others do; where nothing overlaps,
+its step is then shorter, never longer. ``simulate`` plays a graph; ``play`` plays
 events, which ``hap.search.judge`` makes of a program as its passes leave it. Every span knows the span that let it
 start, so the critical path is followed backwards from the last end.
 """
@@ -20,8 +22,10 @@ import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
+from hap.cost_models.collective import course
 from hap.cost_models.compute import DEFAULT_MODEL, ComputeModel
 from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.profile import CalibratedCluster
 from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
 from hap.cost_models.work import is_view
 from hap.fabric import Array
@@ -38,7 +42,7 @@ class Span:
     rank: int | None
     stream: Literal["compute", "communication"]
     name: str
-    kind: str  # forward, backward, slice, update, or the collective
+    kind: str  # forward, backward, slice, pack, update, or the collective
     start_s: float
     end_s: float
     after: int | None
@@ -76,12 +80,14 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Issue:
-    """A collective begins, as soon as all ranks are here and the wire is free. ``seconds`` on the wire."""
+    """A collective begins, as soon as all ranks are here and the wire is free. ``seconds`` on the wire; ``ahead_s``
+    (N,): by how much each rank has what it needs before the end."""
 
     handle: str
     name: str
     kind: str
     seconds: float
+    ahead_s: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -127,17 +133,25 @@ def simulate(
     update = update_seconds(graph, strategies, sizes, cluster, optimizer, model)
     started = _issues(graph, costs, frozenset(overlapped))
 
-    def issue(cost: ConversionCost) -> Issue:
-        return Issue(str(cost.need), str(cost.need.value), cost.need.collective, cost.seconds)
+    def issue(cost: ConversionCost) -> Iterator[Event]:
+        need, name = cost.need, str(cost.need.value)
+        if isinstance(cluster, CalibratedCluster):
+            known = course(need.collective, cost.decomposition, cost.nbytes, need.source, need.target, cluster, sizes)
+            yield Local(f"pack {name}", "pack", known.packing_s)
+            yield Issue(str(need), name, need.collective, known.wire_s, known.ahead_s)
+        else:
+            yield Issue(str(need), name, need.collective, cost.seconds)
 
     def events() -> Iterator[Event]:
-        yield from map(issue, started.get("", ()))
+        for cost in started.get("", ()):
+            yield from issue(cost)
         for item in items:
             if not isinstance(item, ConversionCost):
                 yield item
-                yield from map(issue, started.get(item.name, ()))
+                for cost in started.get(item.name, ()):
+                    yield from issue(cost)
             elif item.need not in overlapped:
-                yield issue(item)
+                yield from issue(item)
                 yield Await(str(item.need))
             elif item.need.before:
                 yield Await(str(item.need))
@@ -168,7 +182,7 @@ class _Player:
 
     world_size: int
     spans: list[Span] = field(default_factory=list)
-    pending: dict[str, int] = field(default_factory=dict)  # issued and not yet waited for -> its span
+    pending: dict[str, tuple[int, Array | None]] = field(default_factory=dict)  # not yet waited for: its span, ahead_s
     wire: float = 0.0
     last_wire: int | None = None  # the span that set ``wire``
 
@@ -194,19 +208,19 @@ class _Player:
         end = start + event.seconds
         self.spans.append(Span(None, "communication", event.name, event.kind, start, end, after))
         self.wire, self.last_wire = end, len(self.spans) - 1
-        self.pending[event.handle] = self.last_wire
+        self.pending[event.handle] = self.last_wire, event.ahead_s
 
     def wait(self, handle: str) -> None:
-        self._hold(self.pending.pop(handle))
+        self._hold(*self.pending.pop(handle))
 
-    def _hold(self, index: int) -> None:
-        """Every rank goes on when the collective has ended, if it is not later anyway."""
+    def _hold(self, index: int, ahead_s: Array | None) -> None:
+        """Every rank goes on when the collective has ended for it, if it is not later anyway."""
         span = self.spans[index]
         for rank in range(self.world_size):
-            at = float(self.free[rank])
-            if at < span.end_s:
-                self.exposed[rank] += span.end_s - max(at, span.start_s)
-                self.free[rank], self.last[rank] = span.end_s, index
+            at, end = float(self.free[rank]), span.end_s - (0.0 if ahead_s is None else float(ahead_s[rank]))
+            if at < end:
+                self.exposed[rank] += end - max(at, span.start_s)
+                self.free[rank], self.last[rank] = end, index
 
     def finish(self, devices: tuple[str, ...]) -> Timeline:
         step_s = max(float(self.free.max(initial=0.0)), self.wire)

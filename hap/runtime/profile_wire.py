@@ -247,9 +247,10 @@ class Case(NamedTuple):
 
     def timed(self, everyone: Sequence[Sequence[tuple[float, float]]], cluster: ClusterSpec) -> WireTiming:
         """``everyone[rank][repeat]`` is (entered, left)."""
-        seconds = [
-            max(left for _, left in run) - max(entered for entered, _ in run) for run in zip(*everyone, strict=True)
-        ]
+        runs = [(max(entered for entered, _ in run), run) for run in zip(*everyone, strict=True)]
+        ends = [(begin, max(left for _, left in run), run) for begin, run in runs]
+        seconds = [end - begin for begin, end, _ in ends]
+        early = [[min(1.0, (end - left) / (end - begin)) for _, left in run] for begin, end, run in ends]
         middle = statistics.median(seconds)
         spread = statistics.median(abs(s - middle) for s in seconds) / middle
         given = {"g": self.sizes}
@@ -258,7 +259,8 @@ class Case(NamedTuple):
         )
         rho, sigma = (shares(p, given, cluster.world_size) for p in (self.source, self.target))
         formula = form.constant_s + sum(s.seconds(rho, sigma) for s in form.stages if not s.in_memory)
-        return WireTiming(self.kind, self.decomposition, self.nbytes, formula, middle, spread)
+        ahead = tuple(statistics.median(own) for own in zip(*early, strict=True))
+        return WireTiming(self.kind, self.decomposition, self.nbytes, formula, middle, spread, ahead)
 
 
 def _once(case: Case, comm: Communicator, recorder: Recorder, turn: int) -> Ends:

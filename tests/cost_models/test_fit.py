@@ -72,6 +72,13 @@ def test_routings_of_a_name_are_one_collective() -> None:
     assert found.decomposition == "relay" and found.factor(1024) == 2 and found.samples == 2
 
 
+def test_who_is_done_first_is_told_by_the_larger_values() -> None:
+    """The median of 0.5, 0.6 and 0.9; what small values did is not asked."""
+    early = ((1 << 10, (0.0, 0.0)), (1 << 16, (0.5, 0.0)), (1 << 17, (0.6, 0.1)), (1 << 20, (0.9, 0.0)))
+    (found,) = fit_collectives([WireTiming("all_reduce", "ring", n, 1.0, 1.0, 0.0, ahead) for n, ahead in early])
+    assert found.ahead == (0.6, 0.0)
+
+
 def test_copies() -> None:
     timed = [CopyTiming("slice", "local", 0.0, local, 1e-5 + 2e-9 * local) for local in (1e3, 1e5, 1e6)]
     found = fit_copies(timed)["slice/local"]

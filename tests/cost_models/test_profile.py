@@ -111,6 +111,21 @@ def test_a_step_by_hand() -> None:
     assert simulate(relu_step(), data_parallel(), {"batch": (5, 3)}, on).step_s == pytest.approx(found.step_s)
 
 
+def test_the_timeline_knows_who_is_done_before_others() -> None:
+    """The slower rank decides throughout. If the other is done first, nothing changes; if it is itself done when it
+    comes, none of its time is spent on the wire, of which there are two collectives, each packed in half a second."""
+    graph, strategies, sizes = relu_step(), data_parallel(), {"batch": (5, 3)}
+
+    def step_s(*ahead: float) -> float:
+        collectives = tuple(c.model_copy(update={"ahead": ahead}) for c in made().collectives)
+        return simulate(graph, strategies, sizes, made(collectives=collectives).calibrate(TWO)).step_s
+
+    found = evaluate(graph, strategies, sizes, made().calibrate(TWO))
+    assert len(found.conversions) == 2
+    assert step_s(0.0, 0.0) == step_s(1.0, 0.0) == pytest.approx(found.step_s)
+    assert step_s(0.0, 1.0) == pytest.approx(found.step_s - (found.communication_s - 2 * 0.5))
+
+
 def test_collectives_as_measured() -> None:
     """The formula on measured links, 1.5 times, and the slower rank's packing: 0.25 s times its factor."""
     on = made().calibrate(TWO)

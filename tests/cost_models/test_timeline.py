@@ -95,6 +95,22 @@ def test_events_by_hand() -> None:
     assert [s.name for s in found.critical_path] == ["a", "x", "y", "c"]
 
 
+def test_a_rank_goes_on_when_it_has_what_it_needs() -> None:
+    """A collective from 2 to 5 s; rank 0 has what it needs 2 s before the end, and computes from 3 s on, rank 1 from 5.
+    The next one starts when both are there, at 6 s."""
+    events = [
+        Local("a", "forward", np.array([1.0, 2.0])),
+        Issue("first", "x", "all_reduce", 3.0, ahead_s=np.array([2.0, 0.0])),
+        Await("first"),
+        Local("b", "backward", np.array([2.5, 1.0])),
+        Issue("second", "y", "all_reduce", 1.0),
+        Await("second"),
+    ]
+    found = play(events, ("left", "right"))
+    assert [(s.rank, s.start_s, s.end_s) for s in found.spans if s.name == "b"] == [(0, 3.0, 5.5), (1, 5.0, 6.0)]
+    assert found.step_s == 7.0 and found.exposed_s == (2.0, 4.0) and found.idle_s == (1.5, 0.0)
+
+
 def test_the_trace_opens() -> None:
     """Every rank is a process; what a rank does by itself stands once, a collective once in every rank."""
     found = simulate(relu_step(), data_parallel(), SIZES, TWO, model=IDEAL)

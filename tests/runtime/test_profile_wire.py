@@ -8,7 +8,8 @@ import torch
 from benchmarks.testbed import Testbed
 from hap.cluster import ClusterSpec
 from hap.cost_models.profile import LinkProfile, ProfileError
-from hap.runtime.profile_wire import fit_link, link_times, measure_links
+from hap.placement import PARTIAL, REPLICATE
+from hap.runtime.profile_wire import Case, fit_link, link_times, measure_links
 
 MB = 1 << 20
 PAIR = ClusterSpec.from_yaml("""
@@ -61,6 +62,14 @@ def test_sizes_above_the_line_of_latency_and_rate_have_a_delay() -> None:
     seconds = {1: [0.002], 62_500: [0.008], 250_000: [0.030, 0.029, 0.040], 1_000_000: [0.102]}
     found = fit_link(0, 1, seconds)
     assert found.delays == ((62_500, 0.0), (250_000, pytest.approx(0.003)))
+
+
+def test_a_collective_lasts_from_the_last_to_enter_to_the_last_to_leave() -> None:
+    """Two repeats: 2 s from 1 to 3, and 4 s from 1 to 5; the first rank leaves 1 s and 3 s before the second."""
+    case = Case("all_reduce", "ring", 1 << 16, (8, 8), PARTIAL, REPLICATE)
+    found = case.timed([[(0.0, 2.0), (1.0, 2.0)], [(1.0, 3.0), (0.5, 5.0)]], PAIR)
+    assert found.seconds == 3.0 and found.spread == pytest.approx(1 / 3)
+    assert found.ahead == (pytest.approx((1 / 2 + 3 / 4) / 2), 0.0)
 
 
 def test_a_link_whose_bytes_take_no_time_is_refused() -> None:

@@ -1,91 +1,149 @@
 """A search that may leave out whole kinds of devices: which of several nested clusters to plan for.
 
 Without its slowest kind of device, its two slowest, ... a cluster leaves other, smaller ones (``subsets``). Each is a
-problem of its own with a proved bound of its own, so they need not all be searched: they are taken in the order of
-their bounds, and as soon as a plan is shorter than the next bound, no other cluster can do better. The least of all
-bounds is below every plan on every one of them.
+problem of its own with a proved bound of its own. Two clocks tell how long its plans take: the step with nothing
+overlapped, which bounds are for and which a first glance gives; and the step as the plan's program is run (``judge``),
+by which plans are chosen, but which takes a whole search to know. As run, a step is never longer than with nothing
+overlapped, rarely shorter than ``OVERLAP`` of it, and never shorter than the devices' compute, perfectly dealt out.
 
-    best := nothing
-    for every cluster, least bound first:
-        stop if bound >= best                       proved: this one and all after it are worse
-        glance at it, or search it, where at first glance nothing fits
+    glance at clusters, least bound first, as long as the bound is below the shortest step seen
+    for the whole cluster, then for the smaller ones whose glance is shorter than the whole's, shortest first:
+        plan it to its step as run, unless its compute alone, or ``OVERLAP`` of its glance (of its bound, if it was not
+            glanced at), is no shorter than the shortest step known (as run; of what is not planned yet, its glance)
+    take the plan with the shortest step as run; of equal ones that of the larger cluster
+
+So what is returned is no longer, as run, than the plan in which no device may be left out, but where that one's step
+would overlap by more than ``OVERLAP``. A smaller cluster whose glance is no shorter than the whole's is not planned:
+with fewer devices there is less to overlap. Where graphs are too large to be played (``Limits.played``), plans are
+compared with nothing overlapped. The least of all bounds is below every plan on every one of the clusters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.search.cases import bound_by_cases
 from hap.search.found import Found, best_of
-from hap.search.recompute import run_or_repeat
+from hap.search.starts import EVERYTHING
 from hap.search.subsets import LeftOut, slowest_kinds, without
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
+OVERLAP = 0.5  # of a step with nothing overlapped: as run, plans of all models that were looked at took 0.53 and more
 MOST_NODES = 3_000  # of a graph for which cases are looked at
 NEAR = 0.005  # of the step: a bound as near as that is not raised
 
 
-class Picked(NamedTuple):
-    """The search to go on with, its best plan if it was made already, and what was left out, if anything."""
+class Planned(NamedTuple):
+    """A plan, the search that found it, and its step as run, where it was played."""
 
     search: Search
-    best: Found | None
-    left_out: LeftOut | None
+    best: Found
+    overlapped_s: float | None
+
+    @property
+    def as_run_s(self) -> float:
+        """Nothing overlapped, where it was not played: never too little."""
+        return self.best.cost[1] if self.overlapped_s is None else self.overlapped_s
 
 
-def pick_devices(search: Search, tried: list[Search]) -> Picked:
-    """The cluster whose plan is the shortest at first glance. ``tried`` is filled with the searches of all clusters.
+@dataclass
+class Tried:
+    """The searches of one job and what they have come to: that of the whole cluster first, with ``nest`` those of what
+    is left without ``ranks``. ``glanced``: steps with nothing overlapped of what fitted at first glance."""
 
-    PlanError where shares are pinned to ranks, or devices were measured: of these no bound is proved. InfeasibleError
-    if nothing fits anywhere.
-    """
-    nested = _nested(search)
-    tried[:] = searches = [one for _, one in nested]
-    bounds = [_bound_s(one) for one in searches]
-    seconds: dict[int, float] = {}
-    complete: dict[int, Found] = {}
-    for number in sorted(range(len(searches)), key=bounds.__getitem__):
-        if bounds[number] >= min(seconds.values(), default=float("inf")):
-            break
-        glanced = searches[number].glance()
+    searches: list[Search]
+    ranks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    glanced: dict[int, float] = field(default_factory=dict)
+    planned: dict[int, Planned] = field(default_factory=dict)
+
+    def nest(self) -> None:
+        """The smaller clusters are tried, too. PlanError where shares are pinned to ranks, or devices were measured: of
+        these no bound is proved."""
+        search = self.searches[0]
+        problem = search.problem
+        if problem.pins.sizes or problem.pins.ratios is not None:
+            raise PlanError("shares are pinned to ranks; no device can be left out of the plan")
+        if type(problem.cluster) is not ClusterSpec or search.bound_s is None:
+            raise PlanError("devices that were measured cannot be left out of the plan; name fewer in the cluster file")
+        for ranks in slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()):
+            self.ranks.append(ranks)
+            self.searches.append(replace(search, problem=problem.on(without(problem.cluster, ranks))))
+
+    def best(self) -> tuple[int, Planned] | None:
+        """The shortest plan and the number of its cluster; where none is ready, the best that fits of all that the
+        searches have met, if there is one."""
+        if self.planned:
+            return min(self.planned.items(), key=lambda item: (item[1].as_run_s, item[0]))
+        met = [(n, one, best_of(f for f in one.met if f.fits)) for n, one in enumerate(self.searches)]
+        fitting = [(n, Planned(one, found, None)) for n, one, found in met if found is not None]
+        return min(fitting, key=lambda item: (item[1].best.cost, item[0]), default=None)
+
+    def left_out(self, number: int) -> LeftOut | None:
+        """What a plan of that cluster says of the devices that are not in it."""
+        ranks, whole = self.ranks[number], self.searches[0]
+        if not ranks:
+            return None
+        assert whole.bound_s is not None
+        devices, all_of_them = [whole.problem.cluster.devices[r] for r in ranks], self.planned.get(0)
+        return LeftOut(
+            ranks,
+            tuple(Counter(d.gpu for d in devices).items()),
+            devices=tuple(d.name for d in devices),
+            at_least_s=whole.bound_s,
+            with_all_s=self.glanced.get(0) if all_of_them is None else all_of_them.best.cost[1],
+            overlapped_s=None if all_of_them is None else all_of_them.overlapped_s,
+        )
+
+    def compute_s(self, number: int) -> float:
+        """What the cluster's devices compute for, perfectly dealt out."""
+        whole_s = self.searches[0].problem.whole_s
+        return float(1.0 / np.delete(1.0 / whole_s, list(self.ranks[number])).sum()) * EVERYTHING
+
+
+def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
+    """Plan for those of the clusters that may have the shortest step. ``plan`` puts the plan of one of them into
+    ``tried.planned``. InfeasibleError if nothing fits anywhere."""
+    unfit: list[int] = []  # at first glance
+    for number in sorted(range(len(tried.searches)), key=lambda n: (_bound_s(tried.searches[n]), n)):
+        bound_s = _bound_s(tried.searches[number]) * (OVERLAP if number == 0 else 1.0)
+        if bound_s >= min(tried.glanced.values(), default=np.inf):
+            continue
+        glanced = tried.searches[number].glance()
         if glanced is not None and glanced.fits:
-            seconds[number] = glanced.cost[1]
+            tried.glanced[number] = glanced.cost[1]
+        else:
+            unfit.append(number)
+    whole_s = tried.glanced.get(0, np.inf)
+    promising = [n for n in tried.glanced if n and tried.glanced[n] < whole_s]
+    why: InfeasibleError | None = None
+    for number in [0, *sorted(promising, key=lambda n: (tried.glanced[n], n)), *sorted(set(unfit) - {0})]:
+        if _is_hopeless(tried, number):
             continue
         try:
-            searches[number], complete[number] = run_or_repeat(searches[number])
-        except InfeasibleError:
-            continue
-        seconds[number] = complete[number].cost[1]
-    if not seconds:
-        search.run()  # says why
-        raise AssertionError("nothing fitted, and now something does")
-    best = min(seconds, key=lambda number: (seconds[number], number))
-    ranks, left = nested[best][0], None
-    if ranks:
-        kinds = Counter(search.problem.cluster.devices[r].gpu for r in ranks)
-        left = LeftOut(ranks, tuple(kinds.items()), seconds.get(0), bounds[0])
-    return Picked(searches[best], complete.get(best), left)
+            plan(number)
+        except InfeasibleError as e:
+            why = why or e
+    if not tried.planned:
+        assert why is not None
+        raise why
 
 
-def _nested(search: Search) -> list[tuple[tuple[int, ...], Search]]:
-    """(ranks left out, the search of what is left): of the whole cluster first."""
-    problem = search.problem
-    if problem.pins.sizes or problem.pins.ratios is not None:
-        raise PlanError("shares are pinned to ranks; no device can be left out of the plan")
-    if type(problem.cluster) is not ClusterSpec or search.bound_s is None:
-        raise PlanError("devices that were measured cannot be left out of the plan; name fewer in the cluster file")
-    nested: list[tuple[tuple[int, ...], Search]] = [((), search)]
-    for ranks in slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()):
-        smaller = problem.on(without(problem.cluster, ranks))
-        nested.append((ranks, replace(search, problem=smaller)))
-    return nested
+def _is_hopeless(tried: Tried, number: int) -> bool:
+    """Whether another cluster's plan is shorter than what this one's can be expected to be at best."""
+    others = [tried.planned[n].as_run_s if n in tried.planned else s for n, s in tried.glanced.items() if n != number]
+    others += [p.as_run_s for n, p in tried.planned.items() if n not in tried.glanced]
+    step_s = tried.glanced.get(number, _bound_s(tried.searches[number]))
+    shortest_s = min(others, default=np.inf)
+    return step_s > shortest_s and max(tried.compute_s(number), OVERLAP * step_s) >= shortest_s
 
 
 def _bound_s(search: Search) -> float:
@@ -107,9 +165,3 @@ def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float
             return known[least]
         left.remove(least)
         known[least] = bound_by_cases(tried[least].problem.facts, known[least], step_s)
-
-
-def best_met(tried: Sequence[Search]) -> tuple[Search, Found | None]:
-    """Of all that searches have met, the best that fits, and its search; the first search if there is none."""
-    pairs = [(one, best_of(f for f in one.met if f.fits)) for one in tried]
-    return min(((one, f) for one, f in pairs if f is not None), key=lambda p: p[1].cost, default=(tried[0], None))

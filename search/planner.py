@@ -24,7 +24,7 @@ from hap.plan import Plan
 from hap.rules.choices import Choices
 from hap.search.advice import advise
 from hap.search.assemble import assemble_plan
-from hap.search.fewer import best_met, least_bound_s, pick_devices
+from hap.search.fewer import Planned, Tried, least_bound_s, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import finest
@@ -37,7 +37,7 @@ from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
 from hap.search.strategies import BEHIND, Chooser
-from hap.search.subsets import Advice, LeftOut
+from hap.search.subsets import Advice
 from hap.search.synthesis import Synthesiser
 from hap.units import format_time
 
@@ -64,8 +64,8 @@ def plan_graph(
 
     ``method``: strategies are chosen by an integer program, or synthesised by A* (``synthesis``): both are exact at
     given sizes, so plans cost alike, but A* takes longer.
-    ``leave_out``: where a job is faster without the slowest kinds of devices, the plan is for a cluster of the others
-    (``fewer``), and its bound is below all plans with and without them.
+    ``leave_out``: where a job is faster, as it is run, without the slowest kinds of devices, the plan is for a cluster
+    of the others (``fewer``), and its bound is below all plans with and without them.
     On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,
     if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work; ``provenance.solver`` then
     says ``stopped``, and names the budget if that was it. InfeasibleError if nothing fits, with the numbers; PlanError
@@ -73,35 +73,32 @@ def plan_graph(
     """
     progress = Progress(budget_s=budget_s)
     problem = Problem.state(choices, cluster, optimizer, pins or Pins())
-    search = Search(problem, LIMITS[effort], progress=progress, method=method)
-    best, overlapped_s = None, None
-    advice: Advice | LeftOut | None = None
-    tried = [search]  # one, or if devices may be left out one for every choice of devices
+    tried = Tried([Search(problem, LIMITS[effort], progress=progress, method=method)])
+    advice: Advice | None = None
     stopped: dict[str, Any] = {}
     try:
         if leave_out:
-            search, best, advice = pick_devices(search, tried)
-        if best is None:
-            search, best = run_or_repeat(search)
-        if len(choices.graph.nodes) <= search.limits.played:
-            search.progress.say("comparing programs as they run")
-            best, overlapped_s = finest(search.chooser, best, search.met)
-        best, overlapped_s = or_repeating(search, best, overlapped_s)
-        if effort == "normal" and not leave_out:
-            search.progress.say("asking whether fewer devices would do")
-            advice = advise(search.problem, best, search.alone)
+            tried.nest()
+            plan_nested(tried, partial(_plan_whole, tried))
+        else:
+            _plan_whole(tried, 0)
+            if effort == "normal":
+                progress.say("asking whether fewer devices would do")
+                search, best, _ = tried.planned[0]
+                advice = advise(search.problem, best, search.alone)
     except (KeyboardInterrupt, OutOfTime) as e:
-        if best is None:
-            search, best = best_met(tried if search in tried else [search])
-        if best is None and isinstance(e, OutOfTime):
+        if tried.best() is None and isinstance(e, OutOfTime):
             raise PlanError(
                 f"no plan was found within the budget of {format_time(budget_s or 0.0)}; give more, or no budget"
             ) from None
-        if best is None:
+        if tried.best() is None:
             raise
         stopped = {"stopped": True, **({"budget_s": budget_s} if isinstance(e, OutOfTime) else {})}
     finally:
-        search.progress.done()
+        progress.done()
+    chosen = tried.best()
+    assert chosen is not None, "a search ends with a plan, or raises"
+    number, (search, best, overlapped_s) = chosen
     return assemble_plan(
         choices,
         search.problem.cluster,
@@ -110,12 +107,24 @@ def plan_graph(
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=least_bound_s(tried, best.evaluation.step_s if leave_out and not stopped else None),
+        lower_bound_s=least_bound_s(tried.searches, best.evaluation.step_s if leave_out and not stopped else None),
         solver={**search.statistics(best), **if_kept(search.problem, best), **stopped},
-        advice=advice,
+        advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,
         recomputed=best.recomputed,
     )
+
+
+def _plan_whole(tried: Tried, number: int) -> None:
+    """From the search of one cluster to its plan. ``tried.planned`` always has the best so far."""
+    search, best = run_or_repeat(tried.searches[number])
+    tried.planned[number] = Planned(search, best, None)
+    overlapped_s = None
+    if len(search.problem.choices.graph.nodes) <= search.limits.played:
+        search.progress.say("comparing programs as they run")
+        best, overlapped_s = finest(search.chooser, best, search.met)
+        tried.planned[number] = Planned(search, best, overlapped_s)
+    tried.planned[number] = Planned(search, *or_repeating(search, best, overlapped_s))
 
 
 @dataclass

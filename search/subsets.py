@@ -38,23 +38,36 @@ class Advice:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """The plan is for the cluster without the devices of ``ranks``. With them, too, a step takes at least
-    ``at_least_s``, which is proved; ``with_all_s`` by the plan found at first glance, if there was need to look."""
+    """The plan is for the cluster without the devices of ``ranks``, ``devices`` by name. With them, too, a step with
+    nothing overlapped takes at least ``at_least_s``, which is proved, and by the best plan found ``with_all_s``, or
+    ``overlapped_s`` as it is run, where that was worth looking at."""
 
     ranks: tuple[int, ...]
     kinds: tuple[tuple[str, int], ...]
-    with_all_s: float | None
+    devices: tuple[str, ...]
     at_least_s: float
+    with_all_s: float | None = None
+    overlapped_s: float | None = None
 
     def __str__(self) -> str:
-        known = f"at least {_rounded(self.at_least_s)}" if self.with_all_s is None else _rounded(self.with_all_s)
+        if self.overlapped_s is not None:
+            known = f"{_rounded(self.overlapped_s)} as it is run"
+        elif self.with_all_s is not None:
+            known = f"{_rounded(self.with_all_s)} with nothing overlapped"
+        else:
+            known = f"at least {_rounded(self.at_least_s)} with nothing overlapped"
         some, them = ("is", "it") if len(self.ranks) == 1 else ("are", "them")
         return f"{_named(self.kinds)} {some} left out, with {them} the step would take {known}"
 
     def figures(self) -> dict[str, Any]:
         """For the plan's provenance."""
-        with_all = {} if self.with_all_s is None else {"with_all_step_s": self.with_all_s}
-        return {"left_out": list(self.ranks), "with_all_at_least_s": self.at_least_s, **with_all}
+        known = {"with_all_step_s": self.with_all_s, "with_all_overlapped_s": self.overlapped_s}
+        return {
+            "left_out": list(self.ranks),
+            "left_out_devices": list(self.devices),
+            "with_all_at_least_s": self.at_least_s,
+            **{name: seconds for name, seconds in known.items() if seconds is not None},
+        }
 
 
 def _rounded(seconds: float) -> str:

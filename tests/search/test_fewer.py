@@ -1,20 +1,26 @@
 """A plan that may leave devices out: which it does, what it says of them, and what its bound is below."""
 
 import itertools
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.plan import Plan
-from hap.search import plan_graph
-from hap.search.fewer import best_met, least_bound_s, pick_devices
+from hap.search import plan_graph, planner
+from hap.search.fewer import Planned, Tried, least_bound_s, plan_nested
+from hap.search.found import Found
 from hap.search.limits import LIMITS
 from hap.search.pins import Pins
 from hap.search.planner import Search
 from hap.search.prices import Facts
 from hap.search.problem import Problem
 from hap.search.relaxation import lower_bound
+from hap.search.strategies import Chooser
 from hap.search.subsets import LeftOut
 from tests.search.models import cluster, mlp
 
@@ -49,7 +55,8 @@ def test_plans_for_the_devices_that_are_faster_alone() -> None:
     assert plan.devices == ("a/new#0", "a/new#1") and plan.world_size == 2
     assert plan.predicted.step_s == pytest.approx(plan_graph(MODEL, alone()).predicted.step_s)
     assert plan.predicted.step_s < plan_graph(MODEL, mixed("0.1GB/s")).predicted.step_s
-    assert plan.provenance.solver["left_out"] == [2]
+    solver = plan.provenance.solver
+    assert solver["left_out"] == [2] and solver["left_out_devices"] == ["b/old#0"]
     assert "; the 1 old is left out, with it the step would take " in plan.predicted.tight
 
 
@@ -64,12 +71,24 @@ def test_takes_all_that_are_worth_it() -> None:
 @pytest.mark.parametrize("network", ["0.1GB/s", "3GB/s", "50GB/s"])
 def test_the_bound_is_below_those_of_all_choices_of_devices(network: str) -> None:
     """Each may be raised by cases, no further than the step."""
-    tried: list[Search] = []
-    best = pick_devices(search(mixed(network)), tried).search.run()
+    tried = nested(mixed(network))
+    best = tried.searches[0].run()
     least = min(bound_s(mixed(network)), bound_s(alone()))
-    assert least_bound_s(tried) == pytest.approx(least)
-    raised = least_bound_s(tried, best.cost[1])
+    assert least_bound_s(tried.searches) == pytest.approx(least)
+    raised = least_bound_s(tried.searches, best.cost[1])
     assert raised is not None and least <= raised * (1 + 1e-9) and raised <= best.cost[1]
+
+
+@pytest.mark.parametrize("network", ["0.1GB/s", "1GB/s", "2GB/s", "3GB/s", "6GB/s", "50GB/s"])
+def test_no_plan_is_longer_as_run_than_that_for_all(network: str) -> None:
+    """From a network on which the old device costs more than it brings to one on which it helps."""
+    plan, whole = plan_graph(MODEL, mixed(network), leave_out=True), plan_graph(MODEL, mixed(network))
+    assert plan.predicted.overlapped_s is not None and whole.predicted.overlapped_s is not None
+    assert plan.predicted.overlapped_s <= whole.predicted.overlapped_s
+    if plan.world_size == 3:
+        assert plan.strategies == whole.strategies and plan.sizes == whole.sizes
+    elif "with_all_overlapped_s" in plan.provenance.solver:
+        assert plan.provenance.solver["with_all_overlapped_s"] == whole.predicted.overlapped_s
 
 
 def test_no_choice_of_devices_is_better() -> None:
@@ -85,12 +104,77 @@ def search(devices: ClusterSpec, pins: Pins | None = None) -> Search:
     return Search(Problem.state(MODEL, devices, "adamw", pins or Pins()), LIMITS["normal"])
 
 
-def test_what_is_proved_to_be_worse_is_not_searched() -> None:
-    """One device alone computes for longer than both need together."""
-    tried: list[Search] = []
-    picked = pick_devices(search(cluster((10, "16GB"), (9, "16GB"), network="50GB/s")), tried)
-    assert picked.left_out is None and picked.search is tried[0]
-    assert [bool(one.met) for one in tried] == [True, False]
+def nested(devices: ClusterSpec) -> Tried:
+    tried = Tried([search(devices)])
+    tried.nest()
+    return tried
+
+
+@dataclass
+class Stub:
+    """A search of which only the figures count that ``plan_nested`` looks at. ``glance_s``: None where nothing fits."""
+
+    bound_s: float
+    glance_s: float | None
+    looked: bool = False
+
+    @property
+    def problem(self) -> Any:
+        """Three devices that need 2, 2 and 4 s for the whole step alone."""
+        return SimpleNamespace(whole_s=np.array([2.0, 2.0, 4.0]))
+
+    def glance(self) -> Any:
+        self.looked = True
+        return None if self.glance_s is None else SimpleNamespace(fits=True, cost=(0, self.glance_s))
+
+
+def chosen(whole: Stub, others: Stub, *as_run_s: float | None) -> tuple[list[int], int]:
+    """(clusters planned, the one taken) where the plans of all devices and of the first two take so long as run; None
+    where nothing fits after all. All compute for at least 0.9 / (1/2 + 1/2 + 1/4) = 0.72 s, two for 0.9 s."""
+    searches: Any = [whole, others]
+    tried, asked = Tried(searches, [(), (2,)]), list[int]()
+
+    def plan(number: int) -> None:
+        asked.append(number)
+        seconds = as_run_s[number]
+        if seconds is None:
+            raise InfeasibleError(f"cluster {number} is too small")
+        tried.planned[number] = Planned(searches[number], cast(Any, None), seconds)
+
+    plan_nested(tried, plan)
+    best = tried.best()
+    assert best is not None
+    return asked, best[0]
+
+
+def test_the_shorter_of_two_plans_as_run_is_taken_whatever_the_other_clock_says() -> None:
+    """At a glance two devices are faster. Of equals the plan for more devices is taken."""
+    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.6, 1.8) == ([0, 1], 0)
+    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.9, 1.8) == ([0, 1], 1)
+    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.8, 1.8) == ([0, 1], 0)
+
+
+def test_the_whole_cluster_is_not_planned_where_half_its_step_is_longer_than_the_others() -> None:
+    assert chosen(Stub(1.5, 4.1), Stub(1.5, 2.0), None, 1.9) == ([1], 1)
+    assert chosen(Stub(1.5, 3.9), Stub(1.5, 2.0), 1.95, 1.96) == ([0, 1], 0)
+    assert chosen(proved := Stub(4.1, 5.0), Stub(1.5, 2.0), None, 1.9) == ([1], 1)
+    assert not proved.looked
+
+
+def test_fewer_devices_are_not_planned_where_they_cannot_be_faster() -> None:
+    """Proved; not faster at a glance; computing for longer than the whole cluster's step."""
+    assert chosen(Stub(1.5, 3.0), proved := Stub(3.1, 3.2), 2.5, None) == ([0], 0)
+    assert not proved.looked
+    assert chosen(Stub(1.5, 3.0), Stub(1.6, 3.1), 2.5, None) == ([0], 0)
+    assert chosen(Stub(0.8, 1.75), Stub(0.9, 1.7), 0.89, None) == ([0], 0)
+    assert chosen(Stub(0.8, 1.75), Stub(0.9, 1.7), 0.91, 0.905) == ([0, 1], 1)
+
+
+def test_what_does_not_fit_at_a_glance_is_planned_whole() -> None:
+    assert chosen(Stub(1.5, None), Stub(1.6, 2.0), None, 1.9) == ([0, 1], 1)
+    assert chosen(Stub(1.5, 3.0), Stub(1.6, None), 2.5, 2.4) == ([0, 1], 1)
+    with pytest.raises(InfeasibleError, match="cluster 0 is too small"):
+        chosen(Stub(1.5, None), Stub(1.6, None), None, None)
 
 
 def test_where_only_all_together_can_hold_the_model_none_is_left_out() -> None:
@@ -110,18 +194,39 @@ def test_pinned_and_measured_ranks_cannot_be_left_out() -> None:
 
 
 def test_the_best_of_what_was_met_is_found_among_all_searches() -> None:
-    one, other = search(mixed("1GB/s")), search(alone())
-    assert best_met([one, other]) == (one, None)
-    other.glance()
-    assert best_met([one, other])[0] is other
+    tried = nested(mixed("1GB/s"))
+    assert tried.best() is None
+    tried.searches[1].glance()
+    best = tried.best()
+    assert best is not None and best[0] == 1 and best[1].search is tried.searches[1]
 
 
 def test_says_what_is_known_of_all_together() -> None:
-    known = LeftOut((2,), (("old", 1),), 2.0, 1.5)
-    assert str(known) == "the 1 old is left out, with it the step would take 2s"
-    proved = LeftOut((1, 2), (("old", 2),), None, 1.5)
-    assert str(proved) == "the 2 old are left out, with them the step would take at least 1.5s"
-    assert proved.figures() == {"left_out": [1, 2], "with_all_at_least_s": 1.5}
+    one = LeftOut((2,), (("old", 1),), ("b/old#0",), 1.5)
+    words = "the 1 old is left out, with it the step would take"
+    assert str(one) == f"{words} at least 1.5s with nothing overlapped"
+    assert str(replace(one, with_all_s=2.0)) == f"{words} 2s with nothing overlapped"
+    assert str(replace(one, with_all_s=2.0, overlapped_s=1.75)) == f"{words} 1.75s as it is run"
+    two = LeftOut((1, 2), (("old", 2),), ("b/old#0", "b/old#1"), 1.5)
+    assert str(two) == "the 2 old are left out, with them the step would take at least 1.5s with nothing overlapped"
+    assert two.figures() == {
+        "left_out": [1, 2],
+        "left_out_devices": ["b/old#0", "b/old#1"],
+        "with_all_at_least_s": 1.5,
+    }
+
+
+def test_an_interrupted_search_still_says_who_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once the two devices are planned, before they are played."""
+
+    def played(chooser: Chooser, best: Found, _: object) -> tuple[Found, float]:
+        if chooser.problem.world_size == 3:
+            return best, 1.0  # longer than anything here
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner, "finest", played)
+    plan = plan_graph(MODEL, mixed("0.1GB/s"), leave_out=True)
+    assert plan.provenance.solver["stopped"] and plan.provenance.solver["left_out"] == [2] and plan.world_size == 2
 
 
 def test_a_plan_on_fewer_devices_is_the_same_every_time() -> None:

@@ -38,6 +38,8 @@ from hap.search.judge import default_passes, played
 from hap.search.limits import Method
 from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
+from hap.search.subsets import without
+from hap.starting import left_out, refusal
 from hap.whatif import explained
 
 T = TypeVar("T")
@@ -61,6 +63,7 @@ def plan(
     budget_s: float | None = None,
     profile: ProfileLike | None = None,
     method: Method = "milp",
+    leave_out: bool = False,
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
 
@@ -72,13 +75,15 @@ def plan(
     are part of the step. ``profile`` (a ``Profile`` or a file that ``hap profile`` wrote on this cluster) replaces the
     description's speeds by measured ones. ``budget_s``: seconds of search after which the best plan so far is taken;
     the plan then says so, and is not reproducible, which a plan that the budget did not stop is. ``method``: ``milp``,
-    or ``astar`` to have the strategies synthesised, which takes longer.
+    or ``astar`` to have the strategies synthesised, which takes longer. ``leave_out``: the slowest kinds of devices may
+    be left out where a step is shorter without them; the plan is then for the others, on which the job is to be started
+    (``hap.starting``), and names those that it leaves out.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
-    return _decide(graph, spec, optimizer, pins, effort, budget_s, method)
+    return _decide(graph, spec, optimizer, pins, effort, budget_s, method, leave_out)
 
 
 def compile(
@@ -102,16 +107,17 @@ def compile(
 
     Call it on every rank under ``torchrun``; it joins a process group if there is none. One device needs neither. With
     ``plan`` (a ``Plan`` or a file) nothing is searched, and the plan must be for this model, this many ranks and, if
-    ``cluster`` is given, this cluster. Parameters start from rank 0's values of ``model``; a model on ``meta`` needs
-    ``load_state_dict`` before the first step. ``device`` defaults to this rank's GPU under NCCL, else the CPU.
-    ``passes_off`` names passes (``hap.codegen.passes.runner``) to leave out, ``("bucket", "overlap")`` for one.
+    ``cluster`` is given, this cluster, or what is left of it without the devices that the plan leaves out. Parameters
+    start from rank 0's values of ``model``; a model on ``meta`` needs ``load_state_dict`` before the first step.
+    ``device`` defaults to this rank's GPU under NCCL, else the CPU. ``passes_off`` names passes
+    (``hap.codegen.passes.runner``) to leave out, ``("bucket", "overlap")`` for one.
     The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
     """
     if cluster is None and plan is None:
         raise ClusterError("hap.compile needs a cluster, or a plan that was made for one")
     spec = None if cluster is None else _cluster(cluster, profile)
     comm = join(None if spec is None else spec.backend, device)
-    if spec is not None:
+    if spec is not None and plan is None:
         spec.check_world_size(comm.world_size)
     graph = _together(
         comm,
@@ -130,6 +136,11 @@ def compile(
 
     decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
+    if left_out(decided) and comm.world_size != decided.world_size:
+        raise PlanError(refusal(decided, comm.world_size))
+    spec = None if spec is None else planned_part(decided, spec)
+    if spec is not None:
+        spec.check_world_size(comm.world_size)
     _check_plan(decided, graph, spec, comm.world_size)
     outcome = _together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
     program = outcome.program
@@ -172,10 +183,10 @@ def simulate(
     """Play one step of ``plan``'s program on its cluster as it is run, collectives bundled and beside compute: spans of
     every rank, waiting, the critical path.
 
-    PlanError if the plan is for another model or cluster.
+    PlanError if the plan is for another model or cluster. Devices of ``cluster`` that the plan leaves out do not play.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
-    spec = _cluster(cluster, profile)
+    spec = planned_part(plan, _cluster(cluster, profile))
     _check_plan(plan, graph, spec, spec.world_size)
     return played(graph, plan, lower(graph, plan), spec)
 
@@ -188,12 +199,21 @@ def _decide(
     effort: Effort,
     budget_s: float | None,
     method: Method = "milp",
+    leave_out: bool = False,
 ) -> Plan:
     """The plan with its explanation: the same bytes, and so the same checksum, from ``plan`` and from ``compile``."""
     possible = choices(graph)
     found = plan_graph(
-        possible, cluster, optimizer=optimizer, pins=pins, effort=effort, budget_s=budget_s, method=method
+        possible,
+        cluster,
+        optimizer=optimizer,
+        pins=pins,
+        effort=effort,
+        budget_s=budget_s,
+        method=method,
+        leave_out=leave_out,
     )
+    cluster = planned_part(found, cluster)
     if forced := tuple(map(str, find_forced(possible))):
         made = found.provenance.model_copy(update={"assumptions": (*found.provenance.assumptions, *forced)})
         found = found.model_copy(update={"provenance": made})
@@ -219,6 +239,16 @@ def _cluster(cluster: Cluster, profile: ProfileLike | None = None) -> ClusterSpe
     if profile is None:
         return spec
     return (profile if isinstance(profile, Profile) else Profile.load(profile)).calibrate(spec)
+
+
+def planned_part(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
+    """The part of ``cluster`` that the plan is for, if it leaves out devices of this cluster; else ``cluster``."""
+    missing = left_out(plan)
+    whole = cluster.world_size == plan.world_size + len(missing)
+    if not missing or not whole or type(cluster) is not ClusterSpec:
+        return cluster
+    part = without(cluster, tuple(missing))
+    return part if part.fingerprint == plan.provenance.cluster_fingerprint else cluster
 
 
 def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:

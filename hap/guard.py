@@ -19,6 +19,7 @@ from hap.plan import Plan
 from hap.report.diff import diff
 from hap.report.facts import Facts
 from hap.report.words import counted, quantity, seconds
+from hap.starting import in_words, left_out
 
 SAME = "the same plan"  # what diff says of equal plans
 SLACK = 1e-9  # relative: the last bits of sums
@@ -60,6 +61,9 @@ def judge(name: str, golden: Plan, found: Plan, *, max_step_regression: float, m
 
 def _reasons(golden: Plan, found: Plan, step: float, memory: float) -> list[str]:
     made, now = golden.provenance, found.provenance
+    if left_out(golden) != left_out(found):
+        old, new = (in_words(p) or "nothing" for p in (golden, found))
+        return [f"the golden plan leaves out {old} of cluster {made.cluster!r}, this one {new}; update it"]
     if (made.cluster_fingerprint, made.world_size) != (now.cluster_fingerprint, now.world_size):
         return [
             f"the golden plan is for cluster {made.cluster!r} ({made.cluster_fingerprint[:12]}), "
@@ -102,6 +106,7 @@ class Entry(pydantic.BaseModel):
     cluster: str
     optimizer: str = "adamw"
     effort: Literal["quick", "normal"] = "normal"
+    leave_out: bool = False
     max_step_regression: float = pydantic.Field(default=0.02, ge=0)
     max_memory_regression: float = pydantic.Field(default=0.0, ge=0)
 
@@ -156,6 +161,7 @@ def _check(folder: Path, name: str, entry: Entry, update: bool) -> Result:
         loss_fn=built.loss_fn,
         optimizer=entry.optimizer,
         effort=entry.effort,
+        leave_out=entry.leave_out,
     )
     if update:
         found.save(golden_path)

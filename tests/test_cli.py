@@ -28,6 +28,7 @@ SURFACE = {
             "--effort",
             "--budget-s",
             "--method",
+            "--leave-out",
             "--profile",
             "--add",
             "--without",
@@ -132,7 +133,8 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
         (["--budget-s", "1e-9"], "error: no plan was found within the budget of 1ns; give more, or no budget"),
         (
             ["--budget-s", "9", "--without", "a"],
-            "error: --add, --without and --link compare clusters; leave out --out, --profile, --budget-s and --method",
+            "error: --add, --without and --link compare clusters; leave out --out, --profile, --budget-s, --method "
+            "and --leave-out",
         ),
     ],
 )

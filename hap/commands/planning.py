@@ -28,6 +28,9 @@ def plan(
         float | None,
         typer.Option("--budget-s", metavar="SECONDS", help="Take the best plan found by then; not reproducible."),
     ] = None,
+    leave_out: Annotated[
+        bool, typer.Option("--leave-out", help="Leave out the slowest kinds of devices where that is faster.")
+    ] = False,
     profile: Annotated[
         Path | None, typer.Option(metavar="PROFILE.json", help="Speeds measured by hap profile on this cluster.")
     ] = None,
@@ -49,14 +52,17 @@ def plan(
 
     Example:  hap plan train.py:build --cluster cluster.yaml -o gpt2.plan.json
 
+    With --leave-out the plan is for fewer devices where a step is shorter without the slowest kinds; it then says which
+    it leaves out, what a step of all would take, and how to start the job on the others.
+
     With --add, --without or --link nothing is written: the cluster is compared with what it would be, each change alone
     and all of them together, ranked by samples a second and, where hosts have a price_per_hour, by samples per money:
     hap plan --hf gpt2 -c cluster.yaml --add 8xA100-40GB@12.5 --without host3 --link left-right=25Gbit/s
     """
     changes = [*(("add", a) for a in add or ()), *(("without", w) for w in without or ())]
     changes += [("link", entry) for entry in link or ()]
-    if changes and (out, profile, budget_s, method) != (None, None, None, "milp"):
-        unfit = "--out, --profile, --budget-s and --method"
+    if changes and (out, profile, budget_s, method, leave_out) != (None, None, None, "milp", False):
+        unfit = "--out, --profile, --budget-s, --method and --leave-out"
         raise HapError(f"--add, --without and --link compare clusters; leave out {unfit}")
     built = shared.build(model, hf, batch, seq)
     from hap import api
@@ -82,12 +88,13 @@ def plan(
             budget_s=budget_s,
             profile=profile,
             method=method,
+            leave_out=leave_out,
         )
     from hap.report.summary import summarize
 
     if out is not None:
         shared.write(out, found.to_json())
-    print(found.to_json() if as_json else summarize(found, spec), end="" if as_json else "\n")
+    print(found.to_json() if as_json else summarize(found, api.planned_part(found, spec)), end="" if as_json else "\n")
 
 
 def program(

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from hap.plan import Plan
 from hap.report.facts import DeviceRow, Facts
-from hap.report.summary import how_it_ended, parameter_lines, what_is_repeated
+from hap.report.summary import how_it_ended, parameter_lines, what_is_repeated, who_is_left_out
 from hap.report.words import counted, listed, percent, quantity, ranks_in_words, seconds, starred, table
+from hap.starting import in_words, left_out, with_all
 
 
 def explain(plan: Plan) -> str:
@@ -17,6 +18,7 @@ def explain(plan: Plan) -> str:
     blocks = [[paragraph(facts)], _devices(facts), _collectives(facts), _layers(facts)]
     blocks.append(["parameters:", *_indented(parameter_lines(plan))])
     blocks.append(_helps(facts))
+    blocks.append(who_is_left_out(plan))
     blocks.append([f"assumed: {a}" for a in plan.provenance.assumptions])
     if facts.told is None:
         blocks.append(["this plan was made by an older HAP: times of layers and collectives are not in it; plan again"])
@@ -48,6 +50,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
         yield f"{repeated[0].upper()}{repeated[1:]}."
     if ended := how_it_ended(plan):
         yield f"{ended[0].upper()}{ended[1:]}."
+    if left_out(plan):
+        yield f"It leaves out {in_words(plan)}: {with_all(plan)}."
     if price := hourly_price(facts):
         per = f", {price / 3600 * step / facts.batch * 1e6:.3g} per million samples" if facts.batch else ""
         yield f"The cluster costs {price:.2f} an hour{per}."

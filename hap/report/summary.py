@@ -38,6 +38,7 @@ from hap.report.words import (
     starred,
     table,
 )
+from hap.starting import how_to_start, in_words, left_out, with_all
 
 COPIED = "copied on every rank"
 GATHERED = "sharded, gathered for use (ZeRO, FSDP)"
@@ -67,6 +68,7 @@ def summarize(plan: Plan, cluster: ClusterSpec | None = None) -> str:
         ["parameters:", *_indented(parameter_lines(plan))],
         list(_reasons(plan, cluster)),
         list(_costs(plan)),
+        who_is_left_out(plan),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -145,6 +147,17 @@ def how_it_ended(plan: Plan) -> str:
     if isinstance(budget, int | float):
         return f"the search was stopped by its budget of {seconds(budget)}, so another run may find another plan"
     return "the search was interrupted, so another run may find another plan"
+
+
+def who_is_left_out(plan: Plan) -> list[str]:
+    """The devices that the plan leaves out, what a step of all would take, and how the job is started on the others."""
+    if not left_out(plan):
+        return []
+    return [
+        f"left out: {in_words(plan)}; {with_all(plan)}",
+        "start the job on the others:",
+        *_indented(how_to_start(plan)),
+    ]
 
 
 def _ranks(plan: Plan, cluster: ClusterSpec | None) -> list[str]:

@@ -122,7 +122,8 @@ def row_of(name: str, model: str, plan: str, found: Plan, calibrated: Calibrated
         Call(c.collective, c.decomposition, c.nbytes, wire_seconds(c, found, calibrated), measured)
         for c, measured in zip(in_order(model, found), wires(runs), strict=True)
     )
-    return Row(name, model, plan, predicted_seconds(model, found, calibrated), steps, max(run.late_s for run in runs), calls)
+    predicted, late = predicted_seconds(model, found, calibrated), max(run.late_s for run in runs)
+    return Row(name, model, plan, predicted, steps, late, calls)
 
 
 def predicted_seconds(model: str, plan: Plan, calibrated: CalibratedCluster) -> float:

@@ -206,8 +206,8 @@ def collective_coefficients(
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """How a collective goes on a measured cluster: seconds on the wire; by rank (N,) seconds of packing and joining, and
-    by how many seconds it is done before the last one."""
+    """How a collective goes on a measured cluster: seconds on the wire; by rank (N,) seconds of packing and joining,
+    and by how many seconds it is done before the last one."""
 
     wire_s: float
     packing_s: Array

@@ -161,8 +161,7 @@ def train(rank: int, text: str) -> list[Any]:
         except hap.HapError as e:
             found.append(f"{type(e).__name__}: {e}")
             continue
-        share, _ = program.shard_batch((batch,))
-        value = program(*share)
+        value = program(*program.shard_batch((batch,)))
         value.backward()
         found.append((value.item(), program.full_gradients()))
     return found

@@ -36,8 +36,6 @@ RATE = 1e-3
 WARM = 3  # steps; DDP rearranges its buckets after the first
 RECORDED = 5  # steps of a round whose sections are recorded, unstretched
 RECORDINGS = 3  # rounds: the contestants take turns
-EXCHANGES = 40
-SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
 BLOCK = 2  # steps of one contestant in a round, after one that is not counted
 
 
@@ -52,25 +50,6 @@ class Result(NamedTuple):
     held_bytes: int
     peak_bytes: int
     losses: tuple[float, ...]
-
-
-def exchange_s(rank: int) -> float:
-    """Seconds of the smallest exchange among all ranks of the bed (each sends to each, median of the slowest ranks'),
-    the same on every rank: what the planner is told as the links' latency."""
-    others = [r for r in range(dist.get_world_size()) if r != rank]
-    gift, seen = torch.ones(1), [torch.empty(1) for _ in others]
-    times = []
-    for _ in range(EXCHANGES):
-        dist.barrier()
-        time.sleep(SETTLE_S)
-        start = time.perf_counter()
-        calls = [dist.P2POp(dist.irecv, into, r) for into, r in zip(seen, others, strict=True)]
-        for work in dist.batch_isend_irecv(calls + [dist.P2POp(dist.isend, gift, r) for r in others]):
-            work.wait()
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(times[EXCHANGES // 4 :], dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.median())
 
 
 def calibrate(rank: int, cluster: str, models: Sequence[str]) -> str:

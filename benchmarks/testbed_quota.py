@@ -31,10 +31,9 @@ from benchmarks.accuracy_cases import keep_to_batch
 from benchmarks.common import Options, Report, commit, parse
 from benchmarks.race import CLUSTERS, chosen, cluster
 from benchmarks.race_models import MODELS, build
-from benchmarks.race_rank import exchange_s
 from benchmarks.testbed import Testbed, cgroup, network, played
 from benchmarks.testbed.layout import Mode
-from benchmarks.testbed_quota_rank import Turns, take_turns
+from benchmarks.testbed_quota_rank import Turns, exchange_s, take_turns
 from hap.capture import capture
 from hap.cluster import ClusterSpec, Link
 from hap.plan import Plan

@@ -22,6 +22,8 @@ RATE = 1e-3
 WARM = 3
 RECORDED = 10  # steps whose sections are recorded, unstretched
 BLOCK = 2  # counted steps of a plan in a round, after one that is not
+EXCHANGES = 40
+SETTLE_S = 1e-3  # after a barrier, until the processes that it woke are at rest again
 
 
 class Turns(NamedTuple):
@@ -33,6 +35,25 @@ class Turns(NamedTuple):
     held_s: float
     ran_s: float
     losses: tuple[float, ...]
+
+
+def exchange_s(rank: int) -> float:
+    """Seconds of the smallest exchange among all ranks of the bed (each sends to each, median of the slowest ranks'),
+    the same on every rank: what the planner is told as the links' latency."""
+    others = [r for r in range(dist.get_world_size()) if r != rank]
+    gift, seen = torch.ones(1), [torch.empty(1) for _ in others]
+    times = []
+    for _ in range(EXCHANGES):
+        dist.barrier()
+        time.sleep(SETTLE_S)
+        start = time.perf_counter()
+        calls = [dist.P2POp(dist.irecv, into, r) for into, r in zip(seen, others, strict=True)]
+        for work in dist.batch_isend_irecv(calls + [dist.P2POp(dist.isend, gift, r) for r in others]):
+            work.wait()
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times[EXCHANGES // 4 :], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.median())
 
 
 class Runner:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 @contextmanager
 def uncollected() -> Iterator[None]:
     """No garbage collection meanwhile: closures of rules and searches make few cycles, and looking for them among all
-    of torch's objects takes from a tenth to a half of their time. Afterwards it is as it was before."""
+    of torch's objects takes time. Afterwards it is as it was before."""
     collecting = gc.isenabled()
     gc.disable()
     try:

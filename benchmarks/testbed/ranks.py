@@ -103,9 +103,7 @@ def calm(pid: int) -> None:
     """Let Gloo's threads of a process wait for their turn instead of taking it (SCHED_BATCH), and have it soon.
 
     Gloo's loop that wakes where its rank is just using the same connection, and holds its lock, looks again and again
-    until the lock is free; had it taken the core from that rank, it would do so for its whole turn, 3 to 4 ms. On one
-    core a round trip of 1 kB between two ranks took 2.9 ms so, and an all-reduce of 32 kB by four ranks on two cores
-    1.4 to 12 ms; calm, the same takes 1.5 to 1.9 (quartiles).
+    until the lock is free; had it taken the core from that rank, it would do so for its whole turn, some milliseconds.
     """
     for task in Path(f"/proc/{pid}/task").glob("*"):
         thread = int(task.name)

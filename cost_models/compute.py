@@ -263,3 +263,18 @@ class ComputeTable:
         traffic = (parts.fixed_bytes + shares * parts.shared_bytes) / bytes_per_s
         seconds: Array = self.launch_s + np.maximum(arithmetic, traffic)
         return seconds * (shares > 0) if parts.idle_when_empty else seconds
+
+    def of_many(self, calls: Sequence[Parts], shares: Array) -> Array:
+        """``seconds`` of so many calls (C, N) by shares (C, N)."""
+        if self.is_measured:
+            return np.array([self.seconds(parts, row) for parts, row in zip(calls, shares, strict=True)])
+        rates = [self.rates(parts.op_class, parts.dtype) for parts in calls]
+        flops, shared_flops, nbytes, shared_bytes = np.array(
+            [(p.fixed_flops, p.shared_flops, p.fixed_bytes, p.shared_bytes) for p in calls], dtype=np.float64
+        ).T[:, :, None]
+        arithmetic = (flops + shares * shared_flops) / np.array([flops_per_s for flops_per_s, _ in rates])
+        traffic = (nbytes + shares * shared_bytes) / np.array([bytes_per_s for _, bytes_per_s in rates])
+        seconds: Array = self.launch_s + np.maximum(arithmetic, traffic)
+        idle = np.array([p.idle_when_empty for p in calls])[:, None] & (shares <= 0)
+        nothing = np.array([p.op_class == "view" for p in calls])[:, None] | idle
+        return np.where(nothing, 0.0, seconds)

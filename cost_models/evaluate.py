@@ -11,7 +11,7 @@ what does. Each conversion takes the fastest decomposition; ``sequence`` says in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,7 +25,8 @@ from hap.cost_models.fold import Cluster, fold
 from hap.cost_models.memory import MemoryUse, Walk, local_bytes, optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_order, repeats
 from hap.cost_models.profile import MeasuredDevice
-from hap.cost_models.sequence import ConversionCost, Local, Pricer, sequence
+from hap.cost_models.sequence import ConversionCost, Pricer
+from hap.cost_models.stages import Stages, find_stages
 from hap.cost_models.strides import Strides, find_strides
 from hap.fabric import Array
 from hap.graph import Graph, Node
@@ -99,13 +100,12 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What the cost of strategies needs that no sizes change. ``groups``: those that some placement shards; ``again``:
-    what is repeated before which call."""
+    """What the cost of strategies needs that no sizes change. ``groups``: those that some placement shards."""
 
     strategies: Mapping[str, Strategy]
     needs: Sequence[Need]
     groups: tuple[str, ...]
-    again: Mapping[str, tuple[Node, ...]]
+    stages: Stages
     walk: Walk
 
 
@@ -148,7 +148,9 @@ class Evaluator:
         used = dict.fromkeys(p.group for s in strategies.values() for p in s.outputs + s.inputs if isinstance(p, Shard))
         again = repeats(self.graph, strategies, recomputed)
         walk = Walk(self.graph, strategies, needs, order=self.order, strides=self.strides, again=again)
-        return Prepared(strategies, needs, tuple(used), again, walk)
+        measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
+        stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)
+        return Prepared(strategies, needs, tuple(used), stages, walk)
 
     def at_sizes(self, prepared: Prepared, sizes: GroupSizes) -> Evaluation:
         """Ranks that are alike and hold alike are asked about once."""
@@ -168,8 +170,7 @@ class Evaluator:
     def _evaluate(self, prepared: Prepared, sizes: GroupSizes, cluster: Cluster, forms: Forms) -> Evaluation:
         graph, strategies, model = self.graph, prepared.strategies, self.model
         costs = Pricer(graph, sizes, cluster, forms).price(prepared.needs)
-        items = sequence(graph, strategies, sizes, cluster, costs, model, self.calls, prepared.again)
-        compute, stages, last = _stages(items, cluster.world_size)
+        compute, stages, last = prepared.stages.seconds(sizes, cluster, costs, model)
         update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model)
         communication = sum(c.seconds for c in costs if c.need.collective != "slice")
         ending = float((last + update).max())
@@ -210,18 +211,6 @@ def evaluate(
     if needs is None:
         needs = find_needs(graph, strategies, regather=regather)
     return Evaluator(graph, cluster, optimizer, Calls(graph), model).evaluate(strategies, sizes, needs, recomputed)
-
-
-def _stages(items: Iterable[Local | ConversionCost], world_size: int) -> tuple[Array, float, Array]:
-    """(compute seconds of every rank, seconds of the stages that a collective ended, the last stage by rank)."""
-    total, stage, stages = np.zeros(world_size), np.zeros(world_size), 0.0
-    for item in items:
-        if isinstance(item, Local):
-            stage = stage + item.seconds
-        else:
-            stages += float(stage.max())
-            total, stage = total + stage, np.zeros(world_size)
-    return total + stage, stages, stage
 
 
 def update_seconds(

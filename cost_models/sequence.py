@@ -88,7 +88,7 @@ def sequence(
     def convert(moment: str) -> Iterator[Local | ConversionCost]:
         for cost in at.get(moment, ()):
             if cost.need.collective == "slice":
-                yield Local(f"slice {cost.need.value}", "slice", _slice_seconds(cost, sizes, cluster))
+                yield Local(f"slice {cost.need.value}", "slice", slice_seconds(cost, sizes, cluster))
             else:
                 yield cost
 
@@ -101,8 +101,7 @@ def sequence(
         if (found := known[key]) is not None:
             yield Local(node.name, kind, found)
 
-    around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in cluster.devices]
-    yield Local("step", "forward", np.array(around))
+    yield Local("step", "forward", seconds_around(cluster))
     for node in graph.nodes:
         for repeated in again.get(node.name, ()):
             yield from compute(repeated, "backward")
@@ -112,7 +111,14 @@ def sequence(
         yield from convert(f"after {node.name}")
 
 
-def _slice_seconds(cost: ConversionCost, sizes: GroupSizes, cluster: Cluster) -> Array:
+def seconds_around(cluster: Cluster) -> Array:
+    """What was measured of a step beside its calls, by rank (N,)."""
+    around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in cluster.devices]
+    return np.array(around)
+
+
+def slice_seconds(cost: ConversionCost, sizes: GroupSizes, cluster: Cluster) -> Array:
+    """Seconds of every rank (N,) for cutting its own piece out of a whole value."""
     need = cost.need
     form = collective_coefficients("slice", cost.decomposition, cost.nbytes, need.source, need.target, cluster)
     n = cluster.world_size

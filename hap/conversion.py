@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from hap.graph import Graph, Phase, Value
 from hap.placement import REPLICATE, Partial, Placement, Replicate, Shard
@@ -31,7 +32,7 @@ class Need:
     phase: Phase
     before: str
 
-    @property
+    @cached_property
     def collective(self) -> Collective:
         return collective_kind(self.source, self.target)
 
@@ -71,7 +72,7 @@ def find_needs(graph: Graph, strategies: Mapping[str, Strategy], *, regather: bo
     def need(value: Value, target: Placement, phase: Phase, before: str) -> None:
         source = strategies[value.node].outputs[value.index]
         assert source is not None, f"{value} has no placement"
-        if source == target:
+        if source is target or source == target:
             return
         again = regather and phase == "backward" and graph.by_name[value.node].op == "parameter"
         if (value, target, phase) in seen or (not again and (value, target, "forward") in seen):

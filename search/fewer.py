@@ -2,20 +2,20 @@
 
 Without its slowest kind of device, its two slowest, ... a cluster leaves other, smaller ones (``subsets``). Each is a
 problem of its own with a proved bound of its own. Two clocks tell how long its plans take: the step with nothing
-overlapped, which bounds are for and which a first glance gives; and the step as the plan's program is run (``judge``),
-by which plans are chosen, but which takes a whole search to know. As run, a step is never longer than with nothing
-overlapped, rarely shorter than ``OVERLAP`` of it, and never shorter than the devices' compute, perfectly dealt out.
+overlapped, which bounds are for, and the step as the plan's program is run (``judge``), by which plans are chosen. A
+first glance gives a plan of either, but which step as run a whole search leads to, only it can tell. As run, a step is
+never shorter than the devices' compute, perfectly dealt out, rarely shorter than ``LIKELY`` times that at first glance,
+and where that was not played, rarely than ``OVERLAP`` of the one with nothing overlapped.
 
-    glance at clusters, least bound first, as long as the bound is below the shortest step seen
-    for the whole cluster, then for the smaller ones whose glance is shorter than the whole's, shortest first:
-        plan it to its step as run, unless its compute alone, or ``OVERLAP`` of its glance (of its bound, if it was not
-            glanced at), is no shorter than the shortest step known (as run; of what is not planned yet, its glance)
+    glance at the whole cluster, then at smaller ones whose bound is below the shortest step seen, nothing overlapped
+    for the whole cluster and the smaller ones whose glance is shorter than the whole's, the shortest as run first:
+        plan it to its step as run, unless the least that it may be, by the rules above, is no shorter than the shortest
+            step known (as run; of what is not planned yet, at first glance)
     take the plan with the shortest step as run; of equal ones that of the larger cluster
 
-So what is returned is no longer, as run, than the plan in which no device may be left out, but where that one's step
-would overlap by more than ``OVERLAP``. A smaller cluster whose glance is no shorter than the whole's is not planned:
-with fewer devices there is less to overlap. Where graphs are too large to be played (``Limits.played``), plans are
-compared with nothing overlapped. The least of all bounds is below every plan on every one of the clusters.
+A smaller cluster whose glance is no shorter than the whole's with nothing overlapped is not planned: with fewer devices
+there is less to overlap. Where graphs are too large to be played (``Limits.played``), plans are compared with nothing
+overlapped. The least of all bounds is below every plan on every one of the clusters.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 OVERLAP = 0.5  # of a step with nothing overlapped: as run, plans of all models that were looked at took 0.53 and more
+LIKELY = 0.95  # of the step as run at first glance: plans of all models that were looked at took 0.98 and more
 MOST_NODES = 3_000  # of a graph for which cases are looked at
 NEAR = 0.005  # of the step: a bound as near as that is not raised
 
@@ -58,11 +59,13 @@ class Planned(NamedTuple):
 @dataclass
 class Tried:
     """The searches of one job and what they have come to: that of the whole cluster first, with ``nest`` those of what
-    is left without ``ranks``. ``glanced``: steps with nothing overlapped of what fitted at first glance."""
+    is left without ``ranks``. ``glanced``: steps with nothing overlapped of what fitted at first glance; ``seen``: the
+    same as run, where they were played."""
 
     searches: list[Search]
     ranks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
     glanced: dict[int, float] = field(default_factory=dict)
+    seen: dict[int, float] = field(default_factory=dict)
     planned: dict[int, Planned] = field(default_factory=dict)
 
     def nest(self) -> None:
@@ -100,7 +103,7 @@ class Tried:
             devices=tuple(d.name for d in devices),
             at_least_s=whole.bound_s,
             with_all_s=self.glanced.get(0) if all_of_them is None else all_of_them.best.cost[1],
-            overlapped_s=None if all_of_them is None else all_of_them.overlapped_s,
+            overlapped_s=self.seen.get(0) if all_of_them is None else all_of_them.overlapped_s,
         )
 
     def compute_s(self, number: int) -> float:
@@ -108,25 +111,49 @@ class Tried:
         whole_s = self.searches[0].problem.whole_s
         return float(1.0 / np.delete(1.0 / whole_s, list(self.ranks[number])).sum()) * EVERYTHING
 
+    def glance(self, number: int) -> bool:
+        """At one of the clusters; whether anything fits."""
+        search = self.searches[number]
+        found = search.glance()
+        if found is None or not found.fits:
+            return False
+        self.glanced[number] = found.cost[1]
+        seen_s = search.look_s(found)
+        if seen_s is not None:
+            self.seen[number] = seen_s
+        return True
+
+    def known_s(self, number: int) -> float:
+        """The shortest step of that cluster that is known, as run where that is."""
+        if number in self.planned:
+            return self.planned[number].as_run_s
+        return self.seen.get(number, self.glanced.get(number, np.inf))
+
+    def least_s(self, number: int) -> float:
+        """What that cluster's plan is expected to take at best, as it is run."""
+        if number in self.seen:
+            likely_s = LIKELY * self.seen[number]
+        else:
+            likely_s = OVERLAP * (self.glanced[number] if number in self.glanced else _bound_s(self.searches[number]))
+        return max(self.compute_s(number), likely_s)
+
 
 def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     """Plan for those of the clusters that may have the shortest step. ``plan`` puts the plan of one of them into
     ``tried.planned``. InfeasibleError if nothing fits anywhere."""
     unfit: list[int] = []  # at first glance
-    for number in sorted(range(len(tried.searches)), key=lambda n: (_bound_s(tried.searches[n]), n)):
-        bound_s = _bound_s(tried.searches[number]) * (OVERLAP if number == 0 else 1.0)
-        if bound_s >= min(tried.glanced.values(), default=np.inf):
+    for number, search in enumerate(tried.searches):
+        shortest_s = min(tried.glanced.values(), default=np.inf)
+        if number and (tried.compute_s(number) >= shortest_s or _bound_s(search) >= shortest_s):
             continue
-        glanced = tried.searches[number].glance()
-        if glanced is not None and glanced.fits:
-            tried.glanced[number] = glanced.cost[1]
-        else:
+        if not tried.glance(number):
             unfit.append(number)
     whole_s = tried.glanced.get(0, np.inf)
-    promising = [n for n in tried.glanced if n and tried.glanced[n] < whole_s]
+    promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None
-    for number in [0, *sorted(promising, key=lambda n: (tried.glanced[n], n)), *sorted(set(unfit) - {0})]:
-        if _is_hopeless(tried, number):
+    for number in [*sorted(promising, key=lambda n: (tried.known_s(n), n)), *unfit]:
+        others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
+        if tried.least_s(number) >= min(others, default=np.inf):
             continue
         try:
             plan(number)
@@ -137,15 +164,6 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         raise why
 
 
-def _is_hopeless(tried: Tried, number: int) -> bool:
-    """Whether another cluster's plan is shorter than what this one's can be expected to be at best."""
-    others = [tried.planned[n].as_run_s if n in tried.planned else s for n, s in tried.glanced.items() if n != number]
-    others += [p.as_run_s for n, p in tried.planned.items() if n not in tried.glanced]
-    step_s = tried.glanced.get(number, _bound_s(tried.searches[number]))
-    shortest_s = min(others, default=np.inf)
-    return step_s > shortest_s and max(tried.compute_s(number), OVERLAP * step_s) >= shortest_s
-
-
 def _bound_s(search: Search) -> float:
     assert search.bound_s is not None
     return search.bound_s
@@ -153,15 +171,20 @@ def _bound_s(search: Search) -> float:
 
 def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float | None:
     """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised case by case where
-    it is not near that, as long as it is the least."""
-    bounds = [one.bound_s for one in tried]
+    it is not near that, as long as it is the least. No bound is asked for that computing alone shows not to be it."""
+    rough = {i for i, one in enumerate(tried) if "bound_s" not in one.__dict__ and len(tried) > 1}
+    bounds = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
     known = [b for b in bounds if b is not None]
-    if len(known) < len(bounds) or step_s is None:
+    if len(known) < len(bounds):
         return min(known, default=None)
     left = {i for i, one in enumerate(tried) if len(one.problem.choices.graph.nodes) <= MOST_NODES}
     while True:
         least = min(range(len(known)), key=known.__getitem__)
-        if least not in left or known[least] >= step_s * (1 - NEAR):
+        if least in rough:
+            rough.remove(least)
+            known[least] = _bound_s(tried[least])
+        elif step_s is None or least not in left or known[least] >= step_s * (1 - NEAR):
             return known[least]
-        left.remove(least)
-        known[least] = bound_by_cases(tried[least].problem.facts, known[least], step_s)
+        else:
+            left.remove(least)
+            known[least] = bound_by_cases(tried[least].problem.facts, known[least], step_s)

@@ -97,8 +97,26 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     return first.found, first.seconds
 
 
+def as_run_s(chooser: Chooser, found: Found) -> float:
+    """The step of the plan's program as it is run."""
+    return _Stopwatch(chooser).seconds(found)
+
+
+def first_look_s(chooser: Chooser, found: Found) -> float:
+    """The shortest step, as it is run, of ``found`` and of what of the data-parallel family is found quickly."""
+    watch = _Stopwatch(chooser)
+    watch.look([found])
+    watch.look(f for f in _family(chooser, watch.least_s, throughout=(True,)) if f.fits)
+    return watch.least_s
+
+
 def _key(found: Found) -> tuple[object, ...]:
-    return tuple(found.strategies.items()), tuple(found.sizes.items()), found.regather
+    return _chosen(found), tuple(found.sizes.items()), found.regather
+
+
+def _chosen(found: Found) -> tuple[int, ...]:
+    """Equal for equal strategies: they are the candidates themselves, and to hash them takes longer."""
+    return tuple(map(id, found.strategies.values()))
 
 
 class _Timed(NamedTuple):
@@ -126,7 +144,7 @@ class _Stopwatch:
         fewest conversions, and none that can not be the fastest."""
         programs: dict[object, Found] = {}
         for f in sorted(candidates, key=lambda f: f.cost):
-            programs.setdefault((tuple(f.strategies.values()), f.regather), f)
+            programs.setdefault((_chosen(f), f.regather), f)
         fewest = sorted(programs.values(), key=lambda f: (len(f.evaluation.conversions), f.cost))
         different: list[Found] = []
         for f in fewest:
@@ -140,6 +158,12 @@ class _Stopwatch:
 
     def seconds(self, found: Found) -> float:
         """As ``played`` of the plan's program has it."""
+        known = self.chooser.played
+        if (key := _key(found)) not in known:
+            known[key] = self._play(found)
+        return known[key]
+
+    def _play(self, found: Found) -> float:
         problem, graph = self.problem, self.problem.choices.graph
         used = used_groups(found.strategies.values())
         sizes = {name: tuple(found.sizes[name]) for name in used}
@@ -190,14 +214,23 @@ def _plainly(chooser: Chooser, first: Found) -> Iterator[Found]:
     lose."""
     found = chooser.strategies(first.sizes, first.regather, first.left_out, plain=True)
     if found is not None:
-        yield reshare(chooser.problem, found)
+        yield _dealt_out(chooser, found)
 
 
-def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
+def _dealt_out(chooser: Chooser, found: Found) -> Found:
+    """Its shares dealt out anew; of the same plan once."""
+    known = chooser.dealt_out
+    if (key := _key(found)) not in known:
+        known[key] = reshare(chooser.problem, found)
+    return known[key]
+
+
+def _family(chooser: Chooser, least_s: float, throughout: Sequence[bool] = (False, True)) -> Iterator[Found]:
     """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO): where pins allow.
     Each as the solver would have it, and with all calls on the batch's pieces that can be: a solver that counts every
     collective's latency and no overlap joins the ranks in mid-step to save gradients that a bundle takes along. No
-    split with which some rank computes for longer than ``least_s``, whatever the strategies."""
+    split with which some rank computes for longer than ``least_s``, whatever the strategies. ``throughout``: with all
+    calls that can be, or without asking for that, or first the one and then the other."""
     problem = chooser.problem
     batch = next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
     if batch is None or problem.world_size == 1:
@@ -205,23 +238,23 @@ def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
     speeds = (1.0 / problem.whole_s, np.ones(problem.world_size))
     vectors = dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds)
     split = [v for v in vectors if float((problem.whole_s * v).max()) * EVERYTHING <= least_s]
-    dealt_out: set[tuple[Strategy, ...]] = set()
-    for sharded, throughout in itertools.product((False, True), repeat=2):
-        forced = _forced(problem, batch, sharded, throughout)
+    dealt_out: set[tuple[int, ...]] = set()
+    for sharded, every_call in itertools.product((False, True), throughout):
+        forced = _forced(problem, batch, sharded, every_call)
         found: Found | None = None
         for vector in split:
             sizes = problem.round({}, vector, vector)
-            if throughout and found is not None:  # little is left to choose, and that hardly depends on sizes
+            if every_call and found is not None:  # little is left to choose, and that hardly depends on sizes
                 found = at_sizes(problem, found, sizes)
             else:
                 found = chooser.strategies(sizes, False, (), forced=forced)
             if found is None:
                 continue
             yield found
-            chosen = tuple(found.strategies.values())
+            chosen = _chosen(found)
             if chosen not in dealt_out:
                 dealt_out.add(chosen)
-                yield reshare(problem, found)
+                yield _dealt_out(chooser, found)
 
 
 def _forced(problem: Problem, batch: str, sharded: bool, throughout: bool) -> dict[int, tuple[int, ...]]:

@@ -42,13 +42,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from ortools.math_opt import model_pb2
-from ortools.math_opt.solvers import highs_pb2
 
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import Partial, Placement
 from hap.search.classes import Classes, Slot, ValueClass
-from hap.search.protos import HIGHS, Solution, fill_matrix, seeded, solve_once
+from hap.search.protos import HIGHS, Solution, branching, fill_matrix, solve_once
 from hap.search.warm import WarmProgram
 
 if TYPE_CHECKING:
@@ -227,18 +226,18 @@ def choose(
 
     ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread,
     fixed seed, at most ``nodes`` branch-and-bound nodes. ``warm`` keeps what was solved for this skeleton: with it the
-    linear relaxation is asked first, from where it ended last.
+    linear relaxation is asked first, from where it ended last (``warm``).
     """
     found = prices.coefficients()
-    unlimited = _relaxed(skeleton, found, forced or {}, warm) if barriers and warm is not None else None
+    unlimited = None
+    if barriers and warm is not None:
+        unlimited = _warm(skeleton, found, forced or {}, warm, gap, nodes).solve(_objective_ms(found, True))
     if unlimited is not None and _fits(found, unlimited.values[:-1]):
         return _choice(skeleton, unlimited, len(skeleton.row_names))
     for limited in (False, True) if unlimited is None else (True,):
         proto = _priced(skeleton, found, barriers, limited)
         _force(skeleton, proto, forced or {})
-        highs = highs_pb2.HighsOptionsProto()
-        highs.string_options["parallel"] = "off"
-        solved = solve_once(proto, HIGHS, seeded(relative_gap_tolerance=gap, node_limit=nodes, highs=highs))
+        solved = solve_once(proto, HIGHS, branching(gap, nodes))
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
@@ -263,16 +262,26 @@ def _force(skeleton: Skeleton, proto: model_pb2.ModelProto, forced: Mapping[int,
             proto.variables.upper_bounds[variable] = 1.0 if i in options else 0.0
 
 
-def _relaxed(
-    skeleton: Skeleton, found: Coefficients, forced: Mapping[int, Sequence[int]], warm: dict[object, WarmProgram]
-) -> Solution | None:
-    """The optimum without memory rows where the linear relaxation has an integral one."""
+def _warm(
+    skeleton: Skeleton,
+    found: Coefficients,
+    forced: Mapping[int, Sequence[int]],
+    warm: dict[object, WarmProgram],
+    gap: float,
+    nodes: int,
+) -> WarmProgram:
+    """The program without memory rows, as it was solved last."""
     key = tuple((a, tuple(options)) for a, options in forced.items())
     if key not in warm:
-        proto = _priced(skeleton, found, True, False)
+        if warm:  # all but what is forced is the same
+            proto = model_pb2.ModelProto()
+            proto.CopyFrom(next(iter(warm.values())).proto)
+            proto.variables.upper_bounds[:] = [1.0] * len(skeleton.names) + [np.inf]
+        else:
+            proto = _priced(skeleton, found, True, False)
         _force(skeleton, proto, forced)
-        warm[key] = WarmProgram(proto)
-    return warm[key].solve(_objective_ms(found, True))
+        warm[key] = WarmProgram(proto, gap, nodes)
+    return warm[key]
 
 
 def _objective_ms(found: Coefficients, barriers: bool) -> Array:

@@ -19,15 +19,17 @@ from typing import Any
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.garbage import uncollected
+from hap.hosts import Device
 from hap.placement import GroupSizes
 from hap.plan import Plan
 from hap.rules.choices import Choices
 from hap.search.advice import advise
 from hap.search.assemble import assemble_plan
+from hap.search.bound import best_weights, make_bound
 from hap.search.fewer import Planned, Tried, least_bound_s, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
-from hap.search.judge import finest
+from hap.search.judge import as_run_s, finest, first_look_s
 from hap.search.limits import LIMITS, Effort, Limits, Method
 from hap.search.pins import Pins
 from hap.search.problem import Problem
@@ -84,8 +86,9 @@ def plan_graph(
             _plan_whole(tried, 0)
             if effort == "normal":
                 progress.say("asking whether fewer devices would do")
-                search, best, _ = tried.planned[0]
-                advice = advise(search.problem, best, search.alone)
+                search, _, overlapped_s = planned = tried.planned[0]
+                as_run = overlapped_s is not None
+                advice = advise(search.problem, planned.as_run_s, as_run, partial(search.alone_s, as_run=as_run))
     except (KeyboardInterrupt, OutOfTime) as e:
         if tried.best() is None and isinstance(e, OutOfTime):
             raise PlanError(
@@ -149,6 +152,21 @@ class Search:
         lower = lower_bound(self.problem.facts)
         return None if lower is None else lower.seconds
 
+    @cached_property
+    def floor_s(self) -> float | None:
+        """Like ``bound_s``, of computing alone: found more quickly."""
+        if any(type(d) is not Device for d in self.problem.cluster.devices):
+            return None
+        bound = make_bound(self.problem.facts)
+        return bound.seconds(best_weights(bound)) if bound.menus else 0.0
+
+    def look_s(self, found: Found) -> float | None:
+        """The step as run that ``found``, or what is found as quickly, leads to; None for a graph that is too large to
+        be played."""
+        if len(self.problem.choices.graph.nodes) > self.limits.played:
+            return None
+        return first_look_s(self.chooser, found)
+
     def run(self) -> Found:
         """The best plan that fits. InfeasibleError if there is none."""
         starts = find_starts(self.problem)
@@ -175,10 +193,15 @@ class Search:
             self._first = (self._try(find_starts(self.problem)[:1], None, regather=False),)
         return self._first[0]
 
-    def alone(self, problem: Problem, limits: Limits) -> Found | None:
-        """What a search of its own for another problem leads to at first glance; nothing is said on the terminal."""
+    def alone_s(self, problem: Problem, limits: Limits, *, as_run: bool) -> float | None:
+        """The step of what a search of its own for another problem finds at first glance, if that fits; nothing is said
+        on the terminal."""
         self.progress.check()
-        return Search(problem, limits, progress=Progress(after_s=float("inf"))).glance()
+        other = Search(problem, limits, progress=Progress(after_s=float("inf")))
+        found = other.glance()
+        if found is None or not found.fits:
+            return None
+        return as_run_s(other.chooser, found) if as_run else found.cost[1]
 
     def _try(self, starts: Sequence[Start], best: Found | None, *, regather: bool) -> Found | None:
         """The best of ``best`` and what the rounds from so many starts find, or from more while nothing fits."""

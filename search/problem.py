@@ -27,13 +27,16 @@ from hap.search.prices import Facts
 from hap.search.ratios import Shares
 from hap.search.rounding import round_shares
 from hap.search.tables import Tables
+from hap.search.warm import WarmProgram
 
 KEPT = 4  # plans that the judge was asked about last
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes."""
+    """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes;
+    ``warm``: the programs that were solved (``milp.choose``), by whether parameters are gathered twice, and collectives
+    priced in their plainest form."""
 
     choices: Choices
     cluster: ClusterSpec
@@ -43,6 +46,7 @@ class Problem:
     classes: Classes
     fixed: Mapping[str, Sizes]
     bundles: tuple[tuple[str, ...], ...]
+    warm: dict[tuple[bool, bool], dict[object, WarmProgram]] = field(default_factory=dict, repr=False)
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
     _prepared: dict[tuple[int, bool], Prepared] = field(default_factory=dict, repr=False)
 
@@ -63,7 +67,7 @@ class Problem:
             return Problem.state(self.choices, cluster, self.optimizer, self.pins)
         facts, known = self.facts.on(cluster), {False: self.tables(False)} | self._tables
         tables = {regather: table.on(facts) for regather, table in known.items()}
-        return Problem(self.choices, cluster, self.optimizer, self.pins, facts, self.classes, {}, self.bundles, tables)
+        return replace(self, cluster=cluster, facts=facts, _tables=tables, _prepared={})
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Problem:
         """The same with these calls made again in the backward pass."""

@@ -17,6 +17,7 @@ from ortools.math_opt import (
     solution_pb2,
 )
 from ortools.math_opt.core.python import solver
+from ortools.math_opt.solvers import highs_pb2
 
 from hap.fabric import Array
 
@@ -40,6 +41,13 @@ class Solution(NamedTuple):
 
 def seeded(**options: object) -> parameters_pb2.SolveParametersProto:
     return parameters_pb2.SolveParametersProto(random_seed=SEED, **options)
+
+
+def branching(gap: float, nodes: int) -> parameters_pb2.SolveParametersProto:
+    """For HiGHS: until so near to the optimum, relatively, or so many nodes have been looked at."""
+    highs = highs_pb2.HighsOptionsProto()
+    highs.string_options["parallel"] = "off"
+    return seeded(relative_gap_tolerance=gap, node_limit=nodes, highs=highs)
 
 
 class KeptSolver:

@@ -24,20 +24,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from ortools.math_opt import model_pb2
 
-from hap.cost_models.compute import Parts, parts_coefficients
+from hap.conversion import Need
+from hap.cost_models.compute import parts_coefficients
 from hap.cost_models.evaluate import ConversionCost, Evaluation
+from hap.cost_models.order import repeats
+from hap.cost_models.stages import Stages, find_stages
 from hap.fabric import Array
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Strategy
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import MOMENTS, Facts
 from hap.search.protos import fill_matrix, solve_once
-from hap.search.wires import ClassForms, Form, RankClasses
+from hap.search.wires import ClassForms, Form, RankClasses, Rows
 
 Shares = tuple[float, ...]
 STAY = 1e-4  # of the step, for a share of one that goes from one rank to another
@@ -60,19 +63,6 @@ def best_shares(
     takes.
     """
     return _Program(facts, strategies, sizes, evaluation, bundles, fixed, left_out, regather).solve()
-
-
-@dataclass
-class _Lines:
-    """Affine expressions of the shares, one per row: constant (K,) and coefficients (K, C) per group."""
-
-    constant: Array
-    slopes: dict[str, Array] = field(default_factory=dict)
-
-    def add(self, group: str | None, fixed: Array, slope: Array) -> None:
-        self.constant = self.constant + fixed
-        if group is not None:
-            self.slopes[group] = self.slopes[group] + slope if group in self.slopes else slope
 
 
 @dataclass
@@ -103,7 +93,7 @@ class _Program:
         self.entries: list[tuple[int, int, float]] = []
         self.tops: dict[bytes, int] = {}
         self._forms: dict[tuple[str, str, int], Form] = {}
-        self._known: dict[object, tuple[Array, Array]] = {}
+        self._wires: dict[object, list[Array | None]] = {}
         self._shares()
         self._stages()
         self._memory()
@@ -136,77 +126,100 @@ class _Program:
 
     def _stages(self) -> None:
         """The program in order, cut where ``evaluate`` cuts it."""
-        at: dict[str, list[ConversionCost]] = {}
-        for cost in self.evaluation.conversions:
-            at.setdefault(cost.need.before or f"after {cost.need.value.node}", []).append(cost)
-        stage, update = self._lines(), self._lines()
-        for node in self.facts.graph.nodes:
-            for moment in (node.name, f"after {node.name}"):
-                for cost in at.get(moment, ()):
-                    if cost.need.collective == "slice":
-                        self._slice(stage, cost)
-                    else:
-                        self._above("stage", stage)
-                        self._collective(cost)
-                        stage = self._lines()
-                if moment == node.name and node.is_source:
-                    self._update(update, node.name)
-                elif moment == node.name:
-                    self._node(stage, node.name)
-        for group, slope in update.slopes.items():
-            stage.add(group, np.zeros(self.n), slope)
-        stage.add(None, update.constant, np.zeros((self.n, self.n)))
-        self._above("stage", stage)
+        conversions = self.evaluation.conversions
+        again = repeats(self.facts.graph, self.strategies, self.facts.repeated)
+        needs, measured = [c.need for c in conversions], self.facts.compute.is_measured
+        stages = find_stages(self.facts.graph, self.strategies, needs, self.facts.calls, again, measured=measured)
+        fixed, slopes = self._local(stages)
+        table = self._table(stages, fixed, slopes)
+        table[-1] += self._updates()
+        for number, rows in enumerate(table):
+            self._above("stage", rows)
+            if number < len(stages.between):
+                self._collective(conversions[stages.between[number]])
 
-    def _lines(self) -> _Lines:
-        return _Lines(np.zeros(self.n))
-
-    def _node(self, lines: _Lines, name: str) -> None:
-        parts = self.facts.parts(name, self.strategies[name])
-        fixed, slope = self._line(parts)
-        for _ in range(self.facts.times([name])):
-            lines.add(parts.group, fixed, slope)
-
-    def _line(self, parts: Parts) -> tuple[Array, Array]:
-        """Fixed seconds (C,) and seconds per share (C, C) on every class's device; where nothing is shared, all of them
-        are fixed. Equal calls are asked about once."""
-        key = (parts, parts.call) if self.facts.compute.is_measured else parts
-        if key not in self._known:
+    def _local(self, stages: Stages) -> tuple[Array, list[tuple[str | None, Array]]]:
+        """Of what surrounds the step, every distinct call and every distinct slice: fixed seconds (W, C), the group
+        that it is dealt out by and its seconds per share (C,)."""
+        fixed, slopes = [np.zeros(self.n)], list[tuple[str | None, Array]]([(None, np.zeros(self.n))])
+        devices = [self.facts.cluster.devices[r] for r in self.classes.first]
+        for parts in stages.calls:
             here = np.ones(self.n) if parts.group is None else self.here[parts.group]
-            devices = [self.facts.cluster.devices[r] for r in self.classes.first]
             pairs = [
                 (0.0, 0.0) if parts.idle_when_empty and out else parts_coefficients(parts, device, at_share=share)
                 for device, share, out in zip(devices, here.tolist(), self.out.tolist(), strict=True)
             ]
-            fixed, slope = (np.array(column) for column in zip(*pairs, strict=True))
-            self._known[key] = (fixed + slope if parts.group is None else fixed), np.diag(slope)
-        return self._known[key]
+            constant, slope = np.array(pairs).T
+            fixed.append(constant + slope if parts.group is None else constant)
+            slopes.append((parts.group, slope))
+        for number in stages.slices:
+            cost = self.evaluation.conversions[number]
+            assert isinstance(cost.need.target, Shard)
+            constant, slope = self.wires.slices(cost.nbytes, cost.need.source, cost.need.target)
+            fixed.append(constant)
+            slopes.append((cost.need.target.group, slope))
+        return np.array(fixed), slopes
 
-    def _update(self, lines: _Lines, name: str) -> None:
-        placement, first = self.strategies[name].outputs[0], list(self.classes.first)
+    def _table(self, stages: Stages, fixed: Array, slopes: Sequence[tuple[str | None, Array]]) -> Array:
+        """(stages, C, shares + 1): of every stage the row of each class in ms, its constant last."""
+        own = np.zeros((len(fixed), self.n, self.shared + 1))
+        own[:, :, -1] = fixed
+        for row, (group, slope) in zip(own, slopes, strict=True):
+            if group in self.column:
+                row[range(self.n), self.column[group] + np.arange(self.n)] = slope
+            elif group is not None:
+                row[:, -1] += slope * self.here[group]
+        ends = np.searchsorted(stages.stage, np.arange(stages.count + 1)).tolist()
+        return np.array([own[stages.work[a:b]].sum(axis=0) for a, b in itertools.pairwise(ends)]) * MS
+
+    def _updates(self) -> Array:
+        """(C, shares + 1): the optimizer's rows in ms."""
+        total, first = np.zeros((self.n, self.shared + 1)), list(self.classes.first)
+        known: dict[object, tuple[str | None, Array]] = {}
+        for node in self.facts.graph.sources("parameter"):
+            placement = self.strategies[node.name].outputs[0]
+            trained = node.target in self.facts.graph.gradients
+            if (key := (node.meta.nbytes, placement, trained)) not in known:
+                known[key] = self._update(node.name, placement, first)
+            group, seconds = known[key]
+            if group in self.column:
+                total[range(self.n), self.column[group] + np.arange(self.n)] += seconds
+            else:
+                total[:, -1] += seconds if group is None else seconds * self.here[group]
+        return total * MS
+
+    def _update(self, name: str, placement: Placement | None, first: Sequence[int]) -> tuple[str | None, Array]:
+        """(group that it is dealt out by, seconds or those per share (C,))."""
         if not isinstance(placement, Shard):
-            whole = self.facts.update_s(name, self.strategies[name], self.sizes)
-            lines.add(None, whole[first], np.zeros((self.n, self.n)))
-            return
+            return None, self.facts.update_s(name, self.strategies[name], self.sizes)[list(first)]
         everything = {placement.group: (placement.n,) * self.facts.cluster.world_size}
-        seconds = self.facts.update_s(name, self.strategies[name], everything)
-        lines.add(placement.group, np.zeros(self.n), np.diag(seconds[first]))
-
-    def _slice(self, lines: _Lines, cost: ConversionCost) -> None:
-        need = cost.need
-        constant, slope = self.wires.slices(cost.nbytes, need.source, need.target)
-        assert isinstance(need.target, Shard)
-        lines.add(need.target.group, constant, np.diag(slope))
+        return placement.group, self.facts.update_s(name, self.strategies[name], everything)[list(first)]
 
     def _collective(self, cost: ConversionCost) -> None:
         """One variable per stage of the collective, above each of its rows. Its constant does not matter."""
-        for rows in self._form(cost).stages:
-            lines = _Lines(rows.constant)
-            for placement, by in ((cost.need.source, rows.source), (cost.need.target, rows.target)):
-                if isinstance(placement, Shard):
-                    lines.add(placement.group, np.zeros(len(by)), by)
-            if lines.slopes:
-                self._above("wire", lines)
+        need = cost.need
+        key = (need.collective, cost.decomposition, cost.nbytes, need.source, need.target)
+        if key not in self._wires:
+            self._wires[key] = [self._wire(rows, need) for rows in self._form(cost).stages]
+        for rows in self._wires[key]:
+            if rows is not None:
+                self._above("wire", rows)
+
+    def _wire(self, rows: Rows, need: Need) -> Array | None:
+        """(K, shares + 1) in ms, the constant last; None where nothing is shared."""
+        ends = [
+            (p.group, by) for p, by in ((need.source, rows.source), (need.target, rows.target)) if isinstance(p, Shard)
+        ]
+        if not ends:
+            return None
+        table = np.zeros((len(rows.constant), self.shared + 1))
+        table[:, -1] = rows.constant
+        for group, by in ends:
+            if group in self.column:
+                table[:, self.column[group] : self.column[group] + self.n] += by
+            else:
+                table[:, -1] += by @ self.here[group]
+        return table * MS
 
     def _form(self, cost: ConversionCost) -> Form:
         need = cost.need
@@ -215,15 +228,8 @@ class _Program:
             self._forms[key] = self.wires.form(*key, need.source, need.target, self.sizes)
         return self._forms[key]
 
-    def _above(self, label: str, lines: _Lines) -> None:
-        """A minimised variable above every line. Equal ones are one variable that counts more."""
-        constant, table = lines.constant, np.zeros((len(lines.constant), self.shared))
-        for group, slope in lines.slopes.items():
-            if group in self.column:
-                table[:, self.column[group] : self.column[group] + self.n] += slope * MS
-            else:
-                constant = constant + slope @ self.here[group]
-        table = np.append(table, constant[:, None] * MS, axis=1)
+    def _above(self, label: str, table: Array) -> None:
+        """A minimised variable above every row (K, shares + 1). Equal ones are one variable that counts more."""
         key = np.round(table, 9).tobytes()
         if key in self.tops:
             self.cost[self.tops[key]] += 1.0

@@ -15,7 +15,6 @@ from hap.search.limits import MIP_GAP, Limits
 from hap.search.milp import Choice, choose
 from hap.search.problem import Problem
 from hap.search.tables import Prices
-from hap.search.warm import WarmProgram
 
 BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
@@ -33,8 +32,10 @@ class Chooser:
     check: Callable[[], None] = lambda: None
     milps: int = 0
     solved: dict[object, Choice | None] = field(default_factory=dict)
-    warm: dict[bool, dict[object, WarmProgram]] = field(default_factory=dict)
     priced: dict[object, Prices] = field(default_factory=dict)
+    # for the judge: plans with their steps as run, and with their shares dealt out anew
+    played: dict[object, float] = field(default_factory=dict)
+    dealt_out: dict[object, Found] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)
@@ -97,7 +98,7 @@ class Chooser:
                 barriers=barriers,
                 nodes=self.limits.nodes,
                 gap=MIP_GAP,
-                warm=self.warm.setdefault(regather, {}),
+                warm=self.problem.warm.setdefault((regather, plain), {}),
             )
         return self.solved[key]
 

@@ -19,21 +19,27 @@ from hap.units import format_time
 
 @dataclass(frozen=True)
 class Advice:
-    """Without the devices of ``ranks`` a step would take ``step_s`` instead of ``instead_of_s``. ``kinds``: how many
-    there are of each."""
+    """Without the devices of ``ranks`` a step would take ``step_s`` instead of ``instead_of_s``, ``as_run`` or with
+    nothing overlapped. ``kinds``: how many there are of each."""
 
     ranks: tuple[int, ...]
     kinds: tuple[tuple[str, int], ...]
     step_s: float
     instead_of_s: float
+    as_run: bool
 
     def __str__(self) -> str:
         now, then = (_rounded(s) for s in (self.instead_of_s, self.step_s))
-        return f"leaving out {_named(self.kinds)} would make the step {then} instead of {now}: run on the other devices"
+        clock = "as it is run" if self.as_run else "with nothing overlapped"
+        return (
+            f"leaving out {_named(self.kinds)} would make the step {clock} {then} instead of {now}: run on the other "
+            "devices"
+        )
 
     def figures(self) -> dict[str, Any]:
         """For the plan's provenance."""
-        return {"leave_out": list(self.ranks), "leave_out_step_s": self.step_s}
+        step = "leave_out_overlapped_s" if self.as_run else "leave_out_step_s"
+        return {"leave_out": list(self.ranks), step: self.step_s}
 
 
 @dataclass(frozen=True)

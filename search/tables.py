@@ -259,14 +259,12 @@ class Prices:
 
     def _calls_s(self) -> Array:
         """(calls, N)."""
-        n, known = self.cluster.world_size, self.tables._signatures
+        calls, n = [self.tables._signatures[key] for key in self.tables.calls.numbers], self.cluster.world_size
         compute = self.facts.compute if self.folded is None else ComputeTable(self.folded.devices)
         rho = {g: np.array(s, dtype=np.float64) / sum(self.sizes[g]) for g, s in self.here.items()}
-        ones, found = np.ones(n), np.zeros((len(self.tables.calls.numbers), n))
-        for i, key in enumerate(self.tables.calls.numbers):
-            parts = known[key]
-            found[i] = compute.seconds(parts, ones if parts.group is None else rho[parts.group])
-        return found
+        ones = np.ones(n)
+        given = [ones if parts.group is None else rho[parts.group] for parts in calls]
+        return compute.of_many(calls, np.array(given)) if calls else np.zeros((0, n))
 
     def _updates_s(self) -> Array:
         found = np.zeros((len(self.tables.updates.numbers), self.cluster.world_size))

@@ -112,10 +112,12 @@ def nested(devices: ClusterSpec) -> Tried:
 
 @dataclass
 class Stub:
-    """A search of which only the figures count that ``plan_nested`` looks at. ``glance_s``: None where nothing fits."""
+    """A search of which only the figures count that ``plan_nested`` looks at. ``glance_s``: None where nothing fits;
+    ``seen_s``: the same as run, None where it is not played."""
 
     bound_s: float
     glance_s: float | None
+    seen_s: float | None = None
     looked: bool = False
 
     @property
@@ -126,6 +128,9 @@ class Stub:
     def glance(self) -> Any:
         self.looked = True
         return None if self.glance_s is None else SimpleNamespace(fits=True, cost=(0, self.glance_s))
+
+    def look_s(self, found: Any) -> float | None:
+        return self.seen_s
 
 
 def chosen(whole: Stub, others: Stub, *as_run_s: float | None) -> tuple[list[int], int]:
@@ -148,30 +153,40 @@ def chosen(whole: Stub, others: Stub, *as_run_s: float | None) -> tuple[list[int
 
 
 def test_the_shorter_of_two_plans_as_run_is_taken_whatever_the_other_clock_says() -> None:
-    """At a glance two devices are faster. Of equals the plan for more devices is taken."""
-    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.6, 1.8) == ([0, 1], 0)
-    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.9, 1.8) == ([0, 1], 1)
-    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.8, 1.8) == ([0, 1], 0)
+    """At a glance two devices are faster, and planned first. Of equals the plan for more devices is taken."""
+    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.6, 1.8) == ([1, 0], 0)
+    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.9, 1.8) == ([1, 0], 1)
+    assert chosen(Stub(1.5, 3.0), Stub(1.5, 2.0), 1.8, 1.8) == ([1, 0], 0)
 
 
-def test_the_whole_cluster_is_not_planned_where_half_its_step_is_longer_than_the_others() -> None:
+def test_the_plan_that_looks_shorter_as_it_is_run_is_made_first() -> None:
+    """As run, all devices take 1.68 s at a glance and the two 1.7 s, though with nothing overlapped they are faster."""
+    assert chosen(Stub(1.5, 3.0, 1.68), Stub(1.5, 2.0, 1.7), 1.66, 1.7) == ([0, 1], 0)
+    assert chosen(Stub(1.5, 3.0, 1.72), Stub(1.5, 2.0, 1.7), 1.6, 1.7) == ([1, 0], 0)
+
+
+def test_nothing_is_planned_that_is_too_long_at_a_glance() -> None:
+    """Half of a step with nothing overlapped, 0.95 of one as run, is longer than the other's plan."""
     assert chosen(Stub(1.5, 4.1), Stub(1.5, 2.0), None, 1.9) == ([1], 1)
-    assert chosen(Stub(1.5, 3.9), Stub(1.5, 2.0), 1.95, 1.96) == ([0, 1], 0)
-    assert chosen(proved := Stub(4.1, 5.0), Stub(1.5, 2.0), None, 1.9) == ([1], 1)
-    assert not proved.looked
+    assert chosen(Stub(1.5, 3.9), Stub(1.5, 2.0), 1.95, 1.96) == ([1, 0], 0)
+    assert chosen(Stub(1.5, 3.9, 2.1), Stub(1.5, 2.0), None, 1.96) == ([1], 1)
+    assert chosen(Stub(1.5, 3.9, 2.05), Stub(1.5, 2.0), 1.95, 1.96) == ([1, 0], 0)
+    assert chosen(Stub(1.5, 3.9, 1.6), Stub(1.5, 2.0, 1.9), 1.6, None) == ([0], 0)
 
 
 def test_fewer_devices_are_not_planned_where_they_cannot_be_faster() -> None:
-    """Proved; not faster at a glance; computing for longer than the whole cluster's step."""
+    """Proved, by the bound or as they compute for 0.9 s; not faster at a glance; computing for longer than the whole
+    cluster's step."""
     assert chosen(Stub(1.5, 3.0), proved := Stub(3.1, 3.2), 2.5, None) == ([0], 0)
-    assert not proved.looked
+    assert chosen(Stub(0.5, 0.9), busy := Stub(0.5, 0.9), 0.8, None) == ([0], 0)
+    assert not proved.looked and not busy.looked
     assert chosen(Stub(1.5, 3.0), Stub(1.6, 3.1), 2.5, None) == ([0], 0)
-    assert chosen(Stub(0.8, 1.75), Stub(0.9, 1.7), 0.89, None) == ([0], 0)
-    assert chosen(Stub(0.8, 1.75), Stub(0.9, 1.7), 0.91, 0.905) == ([0, 1], 1)
+    assert chosen(Stub(0.8, 1.75, 0.89), Stub(0.9, 1.7, 1.0), 0.89, None) == ([0], 0)
+    assert chosen(Stub(0.8, 1.75, 0.91), Stub(0.9, 1.7, 0.95), 0.91, 0.905) == ([0, 1], 1)
 
 
 def test_what_does_not_fit_at_a_glance_is_planned_whole() -> None:
-    assert chosen(Stub(1.5, None), Stub(1.6, 2.0), None, 1.9) == ([0, 1], 1)
+    assert chosen(Stub(1.5, None), Stub(1.6, 2.0), None, 1.9) == ([1, 0], 1)
     assert chosen(Stub(1.5, 3.0), Stub(1.6, None), 2.5, 2.4) == ([0, 1], 1)
     with pytest.raises(InfeasibleError, match="cluster 0 is too small"):
         chosen(Stub(1.5, None), Stub(1.6, None), None, None)

@@ -1,10 +1,12 @@
 """Devices that cost more than they bring, and what the others would do alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from hap.cluster import ClusterSpec
 from hap.search import plan_graph
-from hap.search.subsets import slowest_kinds, without
+from hap.search.subsets import Advice, slowest_kinds, without
 from tests.search.models import cluster, mlp
 
 MIXED = ClusterSpec.from_yaml("""
@@ -48,11 +50,24 @@ def test_says_in_numbers_when_a_device_costs_more_than_it_brings() -> None:
 """
     more = f"  - {{name: b, devices: {old}, network: {{bandwidth: 1GB/s, latency: 1us}}}}\n"
     plan = plan_graph(found, ClusterSpec.from_yaml(f"name: all\nhosts:{hosts}{more}"))
-    alone = plan_graph(found, ClusterSpec.from_yaml(f"name: new\nhosts:{hosts}")).predicted.step_s
+    alone_s = plan_graph(found, ClusterSpec.from_yaml(f"name: new\nhosts:{hosts}")).predicted.overlapped_s
+    whole_s = plan.predicted.overlapped_s
     assert plan.provenance.solver["leave_out"] == [2]
-    assert plan.provenance.solver["leave_out_step_s"] == pytest.approx(alone, rel=0.02)
-    assert alone < 0.97 * plan.predicted.step_s
-    assert "leaving out the 1 old would make the step" in plan.predicted.tight
+    assert plan.provenance.solver["leave_out_overlapped_s"] == pytest.approx(alone_s, rel=0.02)
+    assert alone_s is not None and whole_s is not None and alone_s < 0.97 * whole_s
+    assert "leaving out the 1 old would make the step as it is run " in plan.predicted.tight
+
+
+def test_names_the_clock_that_it_compares_by() -> None:
+    one = Advice((2,), (("old", 1),), 1.5, 2.0, as_run=True)
+    assert (
+        str(one)
+        == "leaving out the 1 old would make the step as it is run 1.5s instead of 2s: run on the other devices"
+    )
+    assert one.figures() == {"leave_out": [2], "leave_out_overlapped_s": 1.5}
+    other = replace(one, as_run=False)
+    assert "the step with nothing overlapped 1.5s instead" in str(other)
+    assert other.figures() == {"leave_out": [2], "leave_out_step_s": 1.5}
 
 
 def test_says_nothing_where_all_are_worth_it() -> None:

@@ -17,6 +17,7 @@ from hap.capture import capture
 from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.collectives import Communicator
+from hap.runtime.emulate import Core
 from hap.runtime.profile import make_optimizer, measure
 
 RECORDED = 5  # steps of a round whose sections are recorded, unstretched
@@ -40,9 +41,9 @@ class Run(NamedTuple):
 class Watched(Deadline):
     """A deadline that notes when the wire is entered and left."""
 
-    def __init__(self, slowdown: float) -> None:
+    def __init__(self, slowdown: float, core: Core) -> None:
         self.ends: list[list[float]] = []
-        super().__init__(slowdown)
+        super().__init__(slowdown, core=core)
 
     def settle(self) -> None:
         super().settle()
@@ -54,18 +55,25 @@ class Watched(Deadline):
             self.ends[-1].append(self.resumed_s)
 
 
-def calibrate(rank: int, name: str, models: Sequence[str]) -> str:
-    """The profile's JSON, measured with this bed's emulation on."""
+def calibrate(rank: int, name: str, models: Sequence[str], standard_s: float) -> str:
+    """The profile's JSON, measured with this bed's emulation on. ``standard_s`` is ``Core``'s."""
     torch.set_num_threads(1)
     comm = Communicator(dist.group.WORLD)
     graphs = []
     for model in models:
         graph = capture_built(find(model))
         graphs.append((graph, choices(graph).strategies))
-    said = ("testbed, deadline mode: compute is CPU time x slow-down",)
-    return measure(
-        cluster(name), comm, graphs, optimizers=("adamw",), slowdown=own_slowdown(), conditions=said
-    ).model_dump_json()
+    said = ("testbed, deadline mode: compute is CPU time on a core of full speed x slow-down",)
+    found = measure(
+        cluster(name),
+        comm,
+        graphs,
+        optimizers=("adamw",),
+        slowdown=own_slowdown(),
+        core=Core(standard_s),
+        conditions=said,
+    )
+    return found.model_dump_json()
 
 
 def capture_built(built: BuiltModel) -> hap.graph.Graph:
@@ -75,7 +83,7 @@ def capture_built(built: BuiltModel) -> hap.graph.Graph:
 class Contender:
     """One plan on this rank, compiled and warm."""
 
-    def __init__(self, model: str, text: str) -> None:
+    def __init__(self, model: str, text: str, core: Core) -> None:
         built = find(model)
         self.program = hap.compile(
             built.model,
@@ -87,7 +95,7 @@ class Contender:
         )
         self.optimizer = make_optimizer("adamw", self.program.parameters())
         self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
-        self.pace = Watched(own_slowdown())
+        self.pace = Watched(own_slowdown(), core)
         self.begun: list[float] = []
         self.ended: list[float] = []
         self.ends: list[tuple[tuple[float, float], ...]] = []
@@ -130,10 +138,11 @@ class Contender:
         return Run(tuple(self.begun), tuple(self.ended), self.pace.late_s, tuple(self.ends))
 
 
-def run_plans(rank: int, plans: Sequence[tuple[str, str]], rounds: int) -> list[Run]:
+def run_plans(rank: int, plans: Sequence[tuple[str, str]], rounds: int, standard_s: float) -> list[Run]:
     """``plans``: (model, plan's JSON). All are compiled, recorded by turns, and by turns held to their deadlines."""
     torch.set_num_threads(1)
-    contenders = [Contender(model, text) for model, text in plans]
+    core = Core(standard_s)
+    contenders = [Contender(model, text, core) for model, text in plans]
     for _ in range(RECORDINGS):
         for contender in contenders:
             contender.record()

@@ -23,6 +23,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -81,7 +82,7 @@ def parse(
     given = sys.argv[1:] if argv is None else list(argv)
     extra = parser.parse_args(given)
     shown = ["python", f"benchmarks/{name}.py", *_without_out(given)]
-    return Options(extra.quick, extra.out, " ".join(shown), extra)
+    return Options(extra.quick, extra.out, shlex.join(shown), extra)
 
 
 def machine() -> dict[str, Any]:

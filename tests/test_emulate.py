@@ -5,7 +5,7 @@ import pytest
 from hap.cluster import ClusterSpec, Link
 from hap.errors import ClusterError
 from hap.runtime import emulate
-from hap.runtime.emulate import HostRate, Throttle, emulated_cluster, slowdowns
+from hap.runtime.emulate import Core, HostRate, Throttle, emulated_cluster, slowdowns
 
 CLUSTER = """
 name: demo
@@ -47,6 +47,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(emulate, "time", clock)
     return clock
+
+
+def test_a_cores_factor_is_its_standard_over_the_least_that_the_work_takes_now(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.2 s of work by the standard; now 0.5, 0.4 and 0.8 s after one to warm up: half the speed."""
+    took = iter((0.1, 0.5, 0.4, 0.8))
+    monkeypatch.setattr(Core, "_work", lambda self: clock.compute(next(took)))
+    assert Core(0.2).factor() == pytest.approx(0.5)
 
 
 def test_slowdowns_keep_the_ratios_and_fill_half_of_the_cores() -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from hap.runtime.emulate import Throttle
+    from hap.runtime.emulate import Core, Throttle
 
 _SPIN_S = 0.2e-3  # the end of a wait is spun: a sleep may end this much late
 _CARRY_S = 4e-3  # what a section overran, up to a tick of the scheduler, is made good in the sections after it ...
@@ -38,6 +38,7 @@ class Deadline:
     nominal time of a section is the median of the recorded steps, scaled so that all sections together take what the
     least whole step took: neighbours only make steps longer, now and then all of a run's. (The least of each section by
     itself would favour whoever cuts a step into more of them: the sum of least times is less than the least of sums.)
+    With a ``core`` recorded steps are in seconds of a core of full speed, and the nominal time is simply their median.
     Every step must have the same sections.
 
         pace = Deadline(2.0)
@@ -48,10 +49,11 @@ class Deadline:
             with pace.step(): run()      # each takes sum(pace.nominal_s) * 2.0 plus its communication
     """
 
-    def __init__(self, slowdown: float, nominal_s: Sequence[float] | None = None) -> None:
+    def __init__(self, slowdown: float, nominal_s: Sequence[float] | None = None, core: Core | None = None) -> None:
         assert slowdown >= 1, f"cannot play a device {1 / slowdown:.3g} times as fast as this machine's core"
         self.slowdown = slowdown
         self.nominal_s: tuple[float, ...] | None = None if nominal_s is None else tuple(nominal_s)
+        self.core = core
         self.missed = 0  # sections whose real work took longer than their deadline
         self.sections = 0  # sections held to a deadline so far
         self.late_s = 0.0  # by how much, in all
@@ -59,6 +61,7 @@ class Deadline:
         self._step: list[float] = []
         self._index = 0
         self._behind_s = self._settled = 0.0
+        self._factor = 1.0
         self.resume()
 
     def hold(self, nominal_s: Sequence[float] | None = None) -> tuple[float, ...]:
@@ -68,8 +71,9 @@ class Deadline:
             counts = {len(step) for step in self._recorded}
             assert len(counts) == 1, f"steps with different numbers of sections: {sorted(counts)}"
             medians = [statistics.median(times) for times in zip(*self._recorded, strict=True)]
-            least = min(sum(step) for step in self._recorded)
-            nominal_s = [least * m / max(sum(medians), 1e-9) for m in medians]
+            steps = [sum(step) for step in self._recorded]
+            whole = min(steps) if self.core is None else statistics.median(steps)
+            nominal_s = [whole * m / max(sum(medians), 1e-9) for m in medians]
         self.nominal_s = tuple(nominal_s)
         self._index = 0
         return self.nominal_s
@@ -131,14 +135,20 @@ class Deadline:
         self._step.clear()
         self._index = 0
         self._behind_s = 0.0
+        self._factor = self._core_factor()
         self.resume()
 
     def _end(self) -> None:
         self.settle()
         if self.nominal_s is None:
-            self._recorded.append(tuple(self._step))
+            factor = (self._factor + self._core_factor()) / 2
+            self._recorded.append(tuple(seconds * factor for seconds in self._step))
         else:
             assert self._index == len(self.nominal_s), f"{self._index} sections, not {len(self.nominal_s)}"
+
+    def _core_factor(self) -> float:
+        """Only recorded times are in need of it."""
+        return 1.0 if self.core is None or self.nominal_s is not None else self.core.factor()
 
 
 class _Step:

@@ -75,6 +75,39 @@ def _best_time(call: Callable[[], object], repeats: int) -> float:
     return best
 
 
+class Core:
+    """How fast this core is just now, by a fixed piece of work, so that a played device keeps its speed though the core
+    that plays it does not: on a shared machine the same work takes up to 1.4 times the CPU time, for a second or for
+    minutes, as neighbours use the core's other thread, its caches and its power.
+
+    The work is matmuls that stay in the caches and a few calls on next to nothing, about as much of each as models do.
+    ``standard_s``: what it takes (``work_seconds``) on a core of full speed, as anyone may define it, the same for all
+    seconds that are to be compared.
+    """
+
+    MATMULS, CALLS, TRIES = 4, 30, 3
+
+    def __init__(self, standard_s: float) -> None:
+        assert standard_s > 0
+        self.standard_s = standard_s
+        self._a, self._b, self._tiny = torch.ones(128, 128), torch.ones(128, 128), torch.ones(4)
+
+    def factor(self) -> float:
+        """CPU seconds of now times this are seconds of a core of full speed. Takes about a millisecond."""
+        return self.standard_s / _best_time(self._work, repeats=self.TRIES)
+
+    @classmethod
+    def work_seconds(cls, repeats: int = 500) -> float:
+        """The least CPU time of the work that is found now: a standard for what is measured after it."""
+        return _best_time(cls(1.0)._work, repeats)
+
+    def _work(self) -> None:
+        for _ in range(self.MATMULS):
+            self._a @ self._b
+        for _ in range(self.CALLS):
+            self._tiny + self._tiny
+
+
 def measure_loopback(world_size: int, repeats: int = 10) -> Link:
     """What one rank sends to the others while all do so, by Gloo's all-to-all. Collective: every rank calls it.
 

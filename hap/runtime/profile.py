@@ -38,6 +38,7 @@ from hap.cost_models.profile import DeviceKind, LinkProfile, Profile, ProfileErr
 from hap.graph import Graph
 from hap.plan import Strategy
 from hap.runtime.collectives import Communicator
+from hap.runtime.emulate import Core
 from hap.runtime.profile_ops import Clock, time_calls
 from hap.runtime.profile_step import GraphTiming, ShareTiming, overheads, time_graph, time_share
 from hap.runtime.profile_wire import measure_collectives, measure_links
@@ -55,15 +56,17 @@ def measure(
     *,
     optimizers: Sequence[str] = ("adamw", "sgd"),
     slowdown: float | None = None,
+    core: Core | None = None,
     conditions: Sequence[str] = (),
 ) -> Profile:
-    """Calibrate the cluster on its running ranks; the same profile on every rank. Collective.
+    """Calibrate the cluster on its running ranks; the same profile on every rank. Collective. ``slowdown`` and ``core``
+    are those of emulated devices (``Clock``).
 
     ProfileError if what was measured is too noisy to use; ClusterError if the job has not one rank for each device.
     """
     cluster.check_world_size(comm.world_size)
     started = time.perf_counter()
-    clock = Clock(comm.device, slowdown)
+    clock = Clock(comm.device, slowdown, core)
     timings = [t for graph, candidates in graphs for t in time_calls(graph, candidates, clock)]
     makers = {name: functools.partial(make_optimizer, name) for name in optimizers}
     around = {name: overheads(clock, make) for name, make in makers.items()}
@@ -82,7 +85,7 @@ def measure(
         slowdown,
         0.0,
     )
-    wire, copies = measure_collectives(bare.calibrate(cluster), comm, slowdown)
+    wire, copies = measure_collectives(bare.calibrate(cluster), comm, clock)
     everyone = comm.gather_objects(_Rank(timings, around, steps, parts, list(copies), memory))
     found = _profile(cluster, everyone, links, wire, conditions, slowdown, time.perf_counter() - started)
     text = comm.from_rank_zero(found.model_dump_json())

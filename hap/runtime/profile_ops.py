@@ -26,6 +26,7 @@ from hap.ops import resolve, takes_device
 from hap.placement import GroupSizes, LocalSize, Placement, Shard, concrete_shape
 from hap.plan import Strategy
 from hap.rules.localize import localize
+from hap.runtime.emulate import Core
 
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of a group; the whole is measured by the replicated call
 REPEATS = 5
@@ -38,22 +39,29 @@ class Clock:
     """How seconds of compute are read on a device.
 
     *Emulated* (``slowdown`` given): CPU time of this thread times the slow-down, the least of the repeats, since
-    neighbours on the core only add: what ``hap.runtime.emulate`` and the testbed's deadlines stretch. Otherwise the
-    median of the repeats: wall time on a CPU, CUDA events on a GPU.
+    neighbours on the core only add: what ``hap.runtime.emulate`` and the testbed's deadlines stretch. With a ``core``,
+    by which the emulation's seconds are those of a core of full speed, the median of the repeats, each times what
+    ``factor`` said before. Otherwise the median of the repeats: wall time on a CPU, CUDA events on a GPU.
     """
 
     device: torch.device
     slowdown: float | None = None
+    core: Core | None = None
 
     def seconds(self, call: Callable[[], object], repeats: int = REPEATS) -> tuple[float, float]:
         """(seconds, spread) of a call, after one to warm up; the spread is median absolute deviation over median."""
         call()
+        factor = self.factor()
         samples: list[float] = []
         while len(samples) < repeats and (len(samples) < 3 or sum(samples) < ENOUGH_S):
             samples.append(self.sample(call))
         middle = statistics.median(samples)
         spread = statistics.median(abs(s - middle) for s in samples) / max(middle, 1e-9)
-        return self.of(samples), spread
+        return self.of(samples) * factor, spread
+
+    def factor(self) -> float:
+        """What samples taken now are to be multiplied by."""
+        return 1.0 if self.core is None else self.core.factor()
 
     def sample(self, call: Callable[[], object]) -> float:
         """``once``, again if the clock stood still meanwhile, as virtual machines' do now and then. ProfileError if it
@@ -65,7 +73,9 @@ class Clock:
 
     def of(self, samples: Sequence[float]) -> float:
         """The seconds that samples of ``once`` stand for."""
-        return statistics.median(samples) if self.slowdown is None else min(samples) * self.slowdown
+        if self.slowdown is None:
+            return statistics.median(samples)
+        return self.slowdown * (min(samples) if self.core is None else statistics.median(samples))
 
     def once(self, call: Callable[[], object]) -> float:
         if self.device.type == "cuda":

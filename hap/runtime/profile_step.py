@@ -128,10 +128,11 @@ def time_graph(
 
         for _ in range(STEPS):
             optimizer.zero_grad(set_to_none=True)
+            factor = clock.factor()
             together()
-            samples.append(clock.once(run))
+            samples.append(clock.once(run) * factor)
             together()
-            updating.append(clock.once(optimizer.step))
+            updating.append(clock.once(optimizer.step) * factor)
         updates[name] = clock.of(updating[1:])
     held = list(parameters.values())
     return GraphTiming(
@@ -181,13 +182,14 @@ def time_share(
     samples, cut = [], []
     pieces = [runs[i * len(runs) // CUTS : (i + 1) * len(runs) // CUTS] for i in range(CUTS)]
     for _ in range(STEPS):
+        factor = clock.factor()
         together()
-        samples.append(clock.once(lambda: _all(runs)))
+        samples.append(clock.once(lambda: _all(runs)) * factor)
         seconds = 0.0
         for piece in pieces:
             together()
             seconds += clock.once(lambda piece=piece: _all(piece))  # type: ignore[misc]
-        cut.append(seconds)
+        cut.append(seconds * factor)
     whole_s, cut_s = clock.of(samples[1:]), clock.of(cut[1:])
     resume_s = 0.0 if clock.device.type == "cuda" else max(0.0, cut_s - whole_s) / (CUTS - 1)
     return ShareTiming(whole_s, calls_s, len(runs), resume_s)

@@ -24,6 +24,7 @@ from hap.cost_models.profile import LinkProfile, ProfileError
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
 from hap.plan import Collective
 from hap.runtime.collectives import Communicator
+from hap.runtime.profile_ops import Clock
 
 ATOMS = 16  # of the measured values, per side
 VALUE_BYTES = tuple(1 << k for k in (10, 14, 16, 17, 18, 19, 20))  # closely about the segments of ``hap.routes``
@@ -53,6 +54,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, slowdown: float | None, offset_s: float) -> None:
         self.device, self.slowdown, self.offset_s = device, slowdown, offset_s
+        self.factor = 1.0  # of seconds that were emulated (``Clock.factor``)
 
     def begin(self) -> None:
         self.copying_s, self.entered, self.left = 0.0, 0.0, 0.0
@@ -69,7 +71,8 @@ class Recorder:
 
     def end(self) -> Ends:
         self.copying_s += self._now() - self._mark
-        return Ends(self.entered + self.offset_s, self.left + self.offset_s, self.copying_s * (self.slowdown or 1.0))
+        copying_s = self.copying_s * (self.slowdown or 1.0) * self.factor
+        return Ends(self.entered + self.offset_s, self.left + self.offset_s, copying_s)
 
     def _now(self) -> float:
         synchronize(self.device)
@@ -191,16 +194,17 @@ def fit_link(source: int, target: int, seconds: Mapping[int, Sequence[float]]) -
 
 
 def measure_collectives(
-    cluster: ClusterSpec, comm: Communicator, slowdown: float | None
+    cluster: ClusterSpec, comm: Communicator, clock: Clock
 ) -> tuple[tuple[WireTiming, ...], tuple[CopyTiming, ...]]:
     """(the wire's timings, the same on every rank; this rank's copies). ``cluster`` gives the formula's seconds: one
     whose links are already measured."""
-    recorder = Recorder(comm.device, slowdown, clock_offset_s(comm.device))
+    recorder = Recorder(comm.device, clock.slowdown, clock_offset_s(comm.device))
     comm.pace = recorder
     wire: list[WireTiming] = []
     copies: list[CopyTiming] = []
     try:
         for case in _cases(cluster):
+            recorder.factor = clock.factor()
             repeats = REPEATS if case.nbytes >= LARGE_BYTES else 2 * REPEATS
             ends = [_once(case, comm, recorder, turn) for turn in range(repeats + 1)][1:]
             copies.append(case.copied(comm.rank, statistics.median(e.copying_s for e in ends)))

@@ -9,6 +9,7 @@ import torch
 
 from hap.cost_models.profile import ProfileError
 from hap.runtime import profile_ops
+from hap.runtime.emulate import Core
 from hap.runtime.profile_ops import Clock
 
 EMULATED = Clock(torch.device("cpu"), slowdown=2.0)
@@ -28,6 +29,18 @@ def test_an_emulated_clock_takes_the_least_sample_times_the_slowdown(monkeypatch
     """Samples of 3, 1 and 2 s: the least is 1, times 2; the median is 2, and the median distance from it 1."""
     monkeypatch.setattr(profile_ops, "time", Ticks(0.0, 3.0, 3.0, 4.0, 4.0, 6.0))
     assert EMULATED.seconds(lambda: None) == pytest.approx((2.0, 0.5))
+
+
+def test_on_a_core_of_known_speed_it_takes_the_median_in_seconds_of_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of 3, 1 and 2 s at half the speed: the median is 1 s of full speed, times 2."""
+
+    class Half(Core):
+        def factor(self) -> float:
+            return 0.5
+
+    monkeypatch.setattr(profile_ops, "time", Ticks(0.0, 3.0, 3.0, 4.0, 4.0, 6.0))
+    clock = Clock(torch.device("cpu"), slowdown=2.0, core=Half(1.0))
+    assert clock.seconds(lambda: None) == pytest.approx((2.0, 0.5))
 
 
 def test_a_sample_in_which_the_clock_stood_still_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:

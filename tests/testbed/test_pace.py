@@ -53,6 +53,32 @@ def test_recording_does_not_stretch_and_keeps_the_medians_scaled_to_the_least_st
     assert clock.now == pytest.approx(3 + 0.175, abs=1e-6)
 
 
+class Neighbours:
+    """Stands in for ``Core``: what its factor is, read by read."""
+
+    def __init__(self, *factors: float) -> None:
+        self.factors = iter(factors)
+
+    def factor(self) -> float:
+        return next(self.factors)
+
+
+def test_with_a_core_recorded_steps_are_in_its_seconds_and_the_median_counts(clock: Clock) -> None:
+    """Steps of 30, 60 and 36 ms while the core does 1, 2/3 to 1/3 and 1 of its speed: 30, 30 and 36 ms of it."""
+    core = Neighbours(1.0, 1.0, 2 / 3, 1 / 3, 1.0, 1.0)
+    pace = Deadline(2.0, core=core)  # type: ignore[arg-type]
+    for seconds in (0.010, 0.020, 0.012):
+        with pace.step():
+            clock.work(seconds)
+            pace.settle()
+            pace.resume()
+            clock.work(2 * seconds)
+    assert pace.hold() == pytest.approx((0.010, 0.020))
+    with pace.step():  # held to its deadlines, it asks no more
+        pace.settle()
+        pace.resume()
+
+
 def test_a_held_section_takes_nominal_times_slowdown_whatever_it_really_took(clock: Clock) -> None:
     pace = Deadline(2.0, nominal_s=[0.010, 0.020])
     for real in (0.001, 0.015):

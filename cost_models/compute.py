@@ -217,6 +217,8 @@ class Calls:
     graph: Graph
     _work: dict[str, Work] = field(default_factory=dict, repr=False)
     _parts: dict[tuple[str, int], Parts] = field(default_factory=dict, repr=False)
+    _kinds: dict[tuple[str, int, bool], int] = field(default_factory=dict, repr=False)
+    _alike: dict[object, int] = field(default_factory=dict, repr=False)
 
     def parts(self, name: str, strategy: Strategy) -> Parts:
         """The work of a node as the strategy divides it."""
@@ -226,6 +228,15 @@ class Calls:
                 self._work[name] = node_work(self.graph, self.graph.by_name[name])
             self._parts[key] = split_work(self._work[name], strategy)
         return self._parts[key]
+
+    def kind(self, name: str, strategy: Strategy, *, measured: bool) -> int:
+        """A number that is the same for calls that take as long at the same sizes. ``measured``: calls of as much work
+        may take different times."""
+        key = (name, id(strategy), measured)
+        if key not in self._kinds:
+            parts = self.parts(name, strategy)
+            self._kinds[key] = self._alike.setdefault((parts, parts.call if measured else ""), len(self._alike))
+        return self._kinds[key]
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def find_stages(
     at: dict[str, list[int]] = {}
     for number, need in enumerate(needs):
         at.setdefault(need.before or f"after {need.value.node}", []).append(number)
-    known: dict[object, int] = {}  # a call or a slice -> its place among either
+    known: dict[object, int] = {}  # the kind of a call, or a slice -> its place among either
     distinct: list[Parts] = []
     cut: list[int] = []
     done: list[tuple[bool, int, int]] = []  # whether a slice, its place, stage
@@ -95,11 +95,10 @@ def find_stages(
             done.append((True, known[key], len(between)))
 
     def compute(name: str) -> None:
-        parts = calls.parts(name, strategies[name])
-        key = (parts, parts.call) if measured else parts
+        key = calls.kind(name, strategies[name], measured=measured)
         if key not in known:
             known[key] = len(distinct)
-            distinct.append(parts)
+            distinct.append(calls.parts(name, strategies[name]))
         done.append((False, known[key], len(between)))
 
     for node in graph.nodes:

@@ -32,7 +32,7 @@ from hap.codegen.passes.runner import Pass, run_passes, standard_passes
 from hap.codegen.passes.windows import work_of
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait
 from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
-from hap.cost_models.compute import Calls, ComputeTable
+from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.fold import Cluster, fold
 from hap.cost_models.profile import MeasuredDevice
@@ -44,7 +44,7 @@ from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.plan import GroupPlan, Plan, Strategy
 from hap.search.assemble import used_groups
 from hap.search.found import Found
-from hap.search.problem import Problem
+from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
 from hap.search.starts import EVERYTHING
 from hap.search.strategies import Chooser
@@ -111,12 +111,7 @@ def first_look_s(chooser: Chooser, found: Found) -> float:
 
 
 def _key(found: Found) -> tuple[object, ...]:
-    return _chosen(found), tuple(found.sizes.items()), found.regather
-
-
-def _chosen(found: Found) -> tuple[int, ...]:
-    """Equal for equal strategies: they are the candidates themselves, and to hash them takes longer."""
-    return tuple(map(id, found.strategies.values()))
+    return chosen(found.strategies), tuple(found.sizes.items()), found.regather
 
 
 class _Timed(NamedTuple):
@@ -144,7 +139,7 @@ class _Stopwatch:
         fewest conversions, and none that can not be the fastest."""
         programs: dict[object, Found] = {}
         for f in sorted(candidates, key=lambda f: f.cost):
-            programs.setdefault((_chosen(f), f.regather), f)
+            programs.setdefault((chosen(f.strategies), f.regather), f)
         fewest = sorted(programs.values(), key=lambda f: (len(f.evaluation.conversions), f.cost))
         different: list[Found] = []
         for f in fewest:
@@ -251,9 +246,8 @@ def _family(chooser: Chooser, least_s: float, throughout: Sequence[bool] = (Fals
             if found is None:
                 continue
             yield found
-            chosen = _chosen(found)
-            if chosen not in dealt_out:
-                dealt_out.add(chosen)
+            if (key := chosen(found.strategies)) not in dealt_out:
+                dealt_out.add(key)
                 yield _dealt_out(chooser, found)
 
 
@@ -381,16 +375,18 @@ class _Events:
 
     def _call_seconds(self) -> dict[str, Array]:
         """Node -> seconds on every rank (N,), where it takes any. Calls that are equal but for their names once."""
-        table = ComputeTable(self.cluster.devices)
+        table, rows, known = ComputeTable(self.cluster.devices), dict[int, int](), list[Parts]()
+        calls = [node.name for node in self.graph.nodes if not node.is_source]
+        kinds = [self.calls.kind(name, self.strategies[name], measured=table.is_measured) for name in calls]
+        for name, kind in zip(calls, kinds, strict=True):
+            if kind not in rows:
+                rows[kind] = len(rows)
+                known.append(self.calls.parts(name, self.strategies[name]))
+        if not known:
+            return {}
         atoms = {group: np.array(s, dtype=np.float64) for group, s in self.sizes.items()}
-        ones, known, found = np.ones(self.cluster.world_size), dict[object, Array](), dict[str, Array]()
-        for node in self.graph.nodes:
-            if node.is_source:
-                continue
-            parts = self.calls.parts(node.name, self.strategies[node.name])
-            key = (parts, parts.call) if table.is_measured else parts
-            if key not in known:
-                known[key] = table.seconds(parts, ones if parts.group is None else atoms[parts.group] / parts.n)
-            if known[key].any():
-                found[node.name] = known[key]
-        return found
+        ones = np.ones(self.cluster.world_size)
+        shares = np.array([ones if p.group is None else atoms[p.group] / p.n for p in known])
+        seconds = table.of_many(known, shares)
+        busy = seconds.any(axis=1).tolist()
+        return {name: seconds[rows[kind]] for name, kind in zip(calls, kinds, strict=True) if busy[rows[kind]]}

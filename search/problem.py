@@ -29,7 +29,7 @@ from hap.search.rounding import round_shares
 from hap.search.tables import Tables
 from hap.search.warm import WarmProgram
 
-KEPT = 4  # plans that the judge was asked about last
+KEPT = 8  # plans that the judge was asked about last
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class Problem:
     bundles: tuple[tuple[str, ...], ...]
     warm: dict[tuple[bool, bool], dict[object, WarmProgram]] = field(default_factory=dict, repr=False)
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
-    _prepared: dict[tuple[int, bool], Prepared] = field(default_factory=dict, repr=False)
+    _prepared: dict[tuple[tuple[int, ...], bool], Prepared] = field(default_factory=dict, repr=False)
 
     @classmethod
     def state(cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Problem:
@@ -130,13 +130,18 @@ class Problem:
 
     def prepared(self, strategies: Mapping[str, Strategy], regather: bool) -> Prepared:
         """What the judge needs that no sizes change; the last few are kept: one plan is asked about at many sizes."""
-        key = (id(strategies), regather)  # it keeps the strategies, and so their id
+        key = (chosen(strategies), regather)
         if key not in self._prepared:
             needs = find_needs(self.choices.graph, strategies, regather=regather)
             self._prepared[key] = self.facts.evaluator.prepare(strategies, needs, self.facts.repeated)
             for old in list(self._prepared)[:-KEPT]:
                 del self._prepared[old]
         return self._prepared[key]
+
+
+def chosen(strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
+    """Equal for equal choices among the candidates, which are kept, and so are their ids: to hash them takes longer."""
+    return tuple(map(id, strategies.values()))
 
 
 def _candidates(choices: Choices, cluster: ClusterSpec, pins: Pins) -> Candidates:

@@ -114,6 +114,12 @@ class Tables:
         ).T
         self.payer = payer
 
+    def of_variables(self, of_payers: Array) -> Array:
+        """(..., payers) -> (..., V): what each variable is paid for."""
+        rows, width = of_payers.reshape(-1, of_payers.shape[-1]), len(self.skeleton.names)
+        found = [np.bincount(self.variable, row[self.payer], width) for row in rows]
+        return np.array(found).reshape(*of_payers.shape[:-1], width)
+
     def on(self, facts: Facts) -> Tables:
         """The same entries for another cluster: none of them depends on it."""
         other = copy(self)
@@ -250,10 +256,7 @@ class Prices:
         kept = self._local(t.held)[:, ranks], self._local(t.copies)[:, ranks]
         held = np.array([t.held.sum(kept[0], payers, m) + t.copies.sum(kept[1], payers, m) for m in range(MOMENTS)])
         together_s = t.conversions.sum(together[:, None], payers)[0]
-        width = len(t.skeleton.names)
-        spread = [np.zeros((*a.shape[:-1], width)) for a in (together_s, compute, held)]
-        for whole, of_payers in zip(spread, (together_s, compute, held), strict=True):
-            np.add.at(whole.T, t.variable, of_payers.T[t.payer])
+        spread = [t.of_variables(a) for a in (together_s, compute, held)]
         capacity = self.capacity_bytes if self.folded is None else self.capacity_bytes[list(self.folded.first)]
         return Coefficients(spread[0], spread[1], spread[2], capacity[ranks])
 

@@ -101,18 +101,16 @@ class Atom(NamedTuple):
 
 def scale_atom(slot: Dim, base: Atom, size: int) -> Atom | None:
     """The atom that ``base`` means in ``slot``, a dim of ``size``; None if it is not whole or does not fill the dim."""
-    outer, unit = slot.outer * base.outer, slot.unit * base.unit
-    if outer.denominator != 1 or unit.denominator != 1 or outer * base.n * unit != size:
-        return None
-    return Atom(outer.numerator, base.n, unit.numerator)
+    outer, of_outer = divmod(base.outer * slot.outer.numerator, slot.outer.denominator)
+    unit, of_unit = divmod(base.unit * slot.unit.numerator, slot.unit.denominator)
+    return None if of_outer or of_unit or outer * base.n * unit != size else Atom(outer, base.n, unit)
 
 
 def base_atom(slot: Dim, atom: Atom) -> Atom | None:
     """The row's base atom if ``slot`` holds ``atom``; None if it is not whole. Inverse of ``scale_atom``."""
-    outer, unit = atom.outer / slot.outer, atom.unit / slot.unit
-    if outer.denominator != 1 or unit.denominator != 1:
-        return None
-    return Atom(outer.numerator, atom.n, unit.numerator)
+    outer, of_outer = divmod(atom.outer * slot.outer.denominator, slot.outer.numerator)
+    unit, of_unit = divmod(atom.unit * slot.unit.denominator, slot.unit.numerator)
+    return None if of_outer or of_unit else Atom(outer, atom.n, unit)
 
 
 @dataclass(frozen=True)

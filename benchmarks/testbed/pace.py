@@ -180,9 +180,9 @@ def own_slowdown() -> float:
     return float(os.environ["HAP_TESTBED_SLOWDOWN"])
 
 
-def deadline(nominal_s: Sequence[float] | None = None) -> Deadline:
+def deadline(nominal_s: Sequence[float] | None = None, core: Core | None = None) -> Deadline:
     """This rank's pace."""
-    return Deadline(own_slowdown(), nominal_s)
+    return Deadline(own_slowdown(), nominal_s, core)
 
 
 def throttle() -> Throttle:

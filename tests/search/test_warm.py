@@ -80,6 +80,16 @@ def test_a_point_between_is_no_answer() -> None:
     assert WarmProgram(program([-1.0, -1.0, -1.0], odd=True)).solve(np.array([-1.0, -1.0, -1.0])) is None
 
 
+@pytest.mark.parametrize(("gap", "found"), [(0.6, True), (0.4, False)])
+def test_a_point_between_is_completed_where_that_costs_little(gap: float, found: bool) -> None:
+    """Half of each is worth 1.5, one alone 1, half of 1 less."""
+    point = WarmProgram(program([-1.0, -1.0, -1.0], odd=True), gap).solve(np.array([-1.0, -1.0, -1.0]))
+    assert (point is not None) == found
+    if point is not None:
+        assert sorted(point.values.tolist()) == pytest.approx([0, 0, 1])
+        assert (point.objective, point.bound) == pytest.approx((-1.0, -1.5))
+
+
 def test_the_objective_changes_and_the_optimum_with_it() -> None:
     warm = WarmProgram(program([-1.0, -2.0, 1.0], odd=False))
     for cost, least, taken in (([-1.0, -2.0, 1.0], -2.0, [0, 1, 0]), ([-3.0, -2.0, -1.0], -4.0, [1, 0, 1])):

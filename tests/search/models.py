@@ -24,6 +24,25 @@ def mlp(batch: int, width: int, layers: int = 2) -> Choices:
     return choices(capture(model, x, loss_fn=nn.functional.mse_loss, example_targets=x, name="mlp"))
 
 
+class Mixer(nn.Module):
+    """A layer over the width and one over the positions of (batch, length, width): each dim is mixed by one of them."""
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.within, self.across = nn.Linear(width, width), nn.Linear(length, length)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.across(self.within(x).relu().transpose(1, 2)).transpose(1, 2)
+
+
+@cache
+def mixer(batch: int, length: int, width: int) -> Choices:
+    """``Mixer`` with a mean-squared-error loss."""
+    with torch.device("meta"):
+        model, x = Mixer(length, width), torch.empty(batch, length, width)
+    return choices(capture(model, x, loss_fn=nn.functional.mse_loss, example_targets=x, name="mixer"))
+
+
 @cache
 def gpt2(layers: int, batch: int = 16, length: int = 128, width: int = 256, heads: int = 4) -> Choices:
     """Hugging Face GPT-2 with its own loss and a vocabulary of 4,000."""

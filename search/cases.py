@@ -49,7 +49,7 @@ def bound_by_cases(facts: Facts, known_s: float, enough_s: float, *, most: int =
     rises."""
     enough_s *= 1 - NEAR
     batch = find_batch(facts)
-    if batch is None or facts.cluster.world_size == 1:
+    if batch is None or facts.cluster.world_size == 1 or known_s >= enough_s:
         return known_s
     relaxed = Relaxation(facts, best_weights(make_bound(facts)), crowded=False)
     if batch[0] not in find_shared(relaxed):

@@ -388,5 +388,5 @@ class _Events:
         ones = np.ones(self.cluster.world_size)
         shares = np.array([ones if p.group is None else atoms[p.group] / p.n for p in known])
         seconds = table.of_many(known, shares)
-        busy = seconds.any(axis=1).tolist()
-        return {name: seconds[rows[kind]] for name, kind in zip(calls, kinds, strict=True) if busy[rows[kind]]}
+        busy = {kind: seconds[row] for kind, row in rows.items() if seconds[row].any()}
+        return {name: busy[kind] for name, kind in zip(calls, kinds, strict=True) if kind in busy}

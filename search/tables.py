@@ -117,8 +117,10 @@ class Tables:
     def of_variables(self, of_payers: Array) -> Array:
         """(..., payers) -> (..., V): what each variable is paid for."""
         rows, width = of_payers.reshape(-1, of_payers.shape[-1]), len(self.skeleton.names)
-        found = [np.bincount(self.variable, row[self.payer], width) for row in rows]
-        return np.array(found).reshape(*of_payers.shape[:-1], width)
+        found = np.zeros((len(rows), width))
+        for total, row in zip(found, rows, strict=True):
+            total += np.bincount(self.variable, row[self.payer], width)
+        return found.reshape(*of_payers.shape[:-1], width)
 
     def on(self, facts: Facts) -> Tables:
         """The same entries for another cluster: none of them depends on it."""

@@ -192,6 +192,11 @@ def test_what_does_not_fit_at_a_glance_is_planned_whole() -> None:
         chosen(Stub(1.5, None), Stub(1.6, None), None, None)
 
 
+def test_of_what_does_not_fit_at_a_glance_the_least_bound_comes_first() -> None:
+    """All devices take 4 s at least, of which half is longer than the plan of two."""
+    assert chosen(Stub(4.0, None), Stub(1.6, None), None, 1.9) == ([1], 1)
+
+
 def test_where_only_all_together_can_hold_the_model_none_is_left_out() -> None:
     """Two layers of 1024 x 1024 parameters of 4 bytes, with gradients and two moments: 34 MB."""
     small = mlp(batch=64, width=1024)

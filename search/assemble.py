@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from hap.rules.table import rules_fingerprint
 from hap.search.subsets import Advice, LeftOut
 from hap.units import format_size
 
+FEW = 8  # devices that are named one by one
 ASSUMPTIONS = (
     "device and link numbers come from the cluster description and the GPU catalogue, not from measurement",
     "step and bound: compute and communication do not overlap; the overlapped step is the program's as it is run",
@@ -89,10 +91,16 @@ def assemble_plan(
 
 
 def tightest(evaluation: Evaluation, *, full: float = 0.97) -> str:
-    """What limits the step, in words: links or the busiest device; and every device whose memory is ``full``."""
-    filled = [
-        f"memory of {name} ({format_size(used)} of {format_size(usable)})"
-        for name, used, usable in zip(evaluation.devices, evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
-        if used > full * usable
-    ]
-    return "; ".join([evaluation.tight, *filled])
+    """What limits the step, in words: links or the busiest device; and the devices whose memory is ``full``, of many
+    how many of each kind."""
+    columns = zip(evaluation.devices, evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
+    filled = [(name, used, usable) for name, used, usable in columns if used > full * usable]
+    if len(filled) <= FEW:
+        said = [f"memory of {name} ({format_size(used)} of {format_size(usable)})" for name, used, usable in filled]
+    else:
+        kinds = Counter((name.rpartition("/")[2].partition("#")[0], usable) for name, _, usable in filled)
+        said = [
+            f"memory of {count} x {kind} (more than {full:.0%} of {format_size(usable)})"
+            for (kind, usable), count in kinds.items()
+        ]
+    return "; ".join([evaluation.tight, *said])

@@ -148,12 +148,12 @@ class _Cases:
         self.spent: list[Array] = []  # of every point (G, J): see ``_spent``
         self.each = np.concatenate([np.ones_like(self.n), self.n])  # ranks that a weight is for
         self.usable = np.tile(np.concatenate([np.ones(len(self.n), dtype=bool), self.n > 1]), boxes.sets)
-        self._remember(self.solver.solve(seeded()))
+        self._remember(self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF)))
 
     @classmethod
     def begin(cls, relaxed: Relaxation, batch: tuple[str, int], groups: int) -> _Cases:
         solver = KeptSolver(relaxed.program())
-        solver.solve(seeded())
+        solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF))
         return cls(Boxes(relaxed.facts, relaxed, find_dealt(relaxed, solver, batch, groups)), solver)
 
     # -- boxes -------------------------------------------------------------------------------------------------------

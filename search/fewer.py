@@ -8,6 +8,7 @@ never shorter than the devices' compute, perfectly dealt out, rarely shorter tha
 and where that was not played, rarely than ``OVERLAP`` of the one with nothing overlapped.
 
     glance at the whole cluster, then at smaller ones whose bound is below the shortest step seen, nothing overlapped
+        (of a large graph in the order of the bounds)
     for the whole cluster and the smaller ones whose glance is shorter than the whole's, the shortest as run first, and
     then for those where nothing fits at first glance, the least bound first:
         plan it to its step as run, unless the least that it may be, by the rules above, is no shorter than the shortest
@@ -40,8 +41,9 @@ if TYPE_CHECKING:
 
 OVERLAP = 0.5  # of a step with nothing overlapped: as run, plans of all models that were looked at took 0.53 and more
 LIKELY = 0.95  # of the step as run at first glance: plans of all models that were looked at took 0.98 and more
-MOST_NODES = 3_000  # of a graph for which cases are looked at
-NEAR = 0.005  # of the step: a bound as near as that is not raised
+MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
+NEAR = 0.005  # of the step: a bound as near as that is not raised ...
+FAR = 0.8  # ... nor one that is less than this of it: cases of the batch's sizes brought none from there any nearer
 
 
 class Planned(NamedTuple):
@@ -143,9 +145,12 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     """Plan for those of the clusters that may have the shortest step. ``plan`` puts the plan of one of them into
     ``tried.planned``. InfeasibleError if nothing fits anywhere."""
     unfit: list[int] = []  # at first glance
-    for number, search in enumerate(tried.searches):
+    numbers = list(range(len(tried.searches)))
+    if len(tried.searches[0].problem.choices.graph.nodes) > MOST_NODES:  # a glance takes longer than all the bounds
+        numbers.sort(key=lambda n: (_bound_s(tried.searches[n]), n))
+    for number in numbers:
         shortest_s = min(tried.glanced.values(), default=np.inf)
-        if number and (tried.compute_s(number) >= shortest_s or _bound_s(search) >= shortest_s):
+        if tried.compute_s(number) >= shortest_s or _bound_s(tried.searches[number]) >= shortest_s:
             continue
         if not tried.glance(number):
             unfit.append(number)
@@ -173,7 +178,8 @@ def _bound_s(search: Search) -> float:
 
 def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float | None:
     """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised case by case where
-    it is not near that, as long as it is the least. No bound is asked for that computing alone shows not to be it."""
+    it is neither near that nor far from it, as long as it is the least. No bound is asked for that computing alone
+    shows not to be it."""
     rough = {i for i, one in enumerate(tried) if "bound_s" not in one.__dict__ and len(tried) > 1}
     bounds = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
     known = [b for b in bounds if b is not None]
@@ -185,7 +191,7 @@ def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float
         if least in rough:
             rough.remove(least)
             known[least] = _bound_s(tried[least])
-        elif step_s is None or least not in left or known[least] >= step_s * (1 - NEAR):
+        elif step_s is None or least not in left or not FAR * step_s <= known[least] < (1 - NEAR) * step_s:
             return known[least]
         else:
             left.remove(least)

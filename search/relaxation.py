@@ -55,7 +55,7 @@ from hap.search.classes import RADIUS, Read, find_colours, find_reads
 from hap.search.least import Least
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import Facts
-from hap.search.protos import fill_matrix, solve_once
+from hap.search.protos import DUAL, OFF, fill_matrix, seeded, solve_once
 from hap.search.wires import ClassForms, RankClasses
 
 SAFETY = 1e-6  # of the bound: what the solver's tolerances may be worth
@@ -377,7 +377,7 @@ class Relaxation:
 
     def solve(self) -> float | None:
         """Seconds; None if the solver finds no optimum."""
-        solved = solve_once(self.program())
+        solved = solve_once(self.program(), parameters=seeded(lp_algorithm=DUAL, presolve=OFF))
         if solved is None or not solved.is_optimal:
             return None
         held = sum(float(solved.values[v]) * gigabytes for v, gigabytes in self.between)

@@ -12,7 +12,7 @@ from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.plan import Plan
 from hap.search import plan_graph, planner
-from hap.search.fewer import Planned, Tried, least_bound_s, plan_nested
+from hap.search.fewer import MOST_NODES, Planned, Tried, least_bound_s, plan_nested
 from hap.search.found import Found
 from hap.search.limits import LIMITS
 from hap.search.pins import Pins
@@ -119,11 +119,13 @@ class Stub:
     glance_s: float | None
     seen_s: float | None = None
     looked: bool = False
+    nodes: int = 0
 
     @property
     def problem(self) -> Any:
-        """Three devices that need 2, 2 and 4 s for the whole step alone."""
-        return SimpleNamespace(whole_s=np.array([2.0, 2.0, 4.0]))
+        """Three devices that need 2, 2 and 4 s for the whole step alone; a graph of so many ``nodes``."""
+        graph = SimpleNamespace(nodes=range(self.nodes))
+        return SimpleNamespace(whole_s=np.array([2.0, 2.0, 4.0]), choices=SimpleNamespace(graph=graph))
 
     def glance(self) -> Any:
         self.looked = True
@@ -150,6 +152,14 @@ def chosen(whole: Stub, others: Stub, *as_run_s: float | None) -> tuple[list[int
     best = tried.best()
     assert best is not None
     return asked, best[0]
+
+
+def test_of_a_large_graph_the_cluster_with_the_least_bound_is_looked_at_first_and_maybe_alone() -> None:
+    """Two devices take 2 s at a glance, all of them 2.5 s at least: these are never looked at. A small graph's are."""
+    for nodes, looked in ((MOST_NODES + 1, False), (MOST_NODES, True)):
+        whole, others = Stub(2.5, 3.0, nodes=nodes), Stub(1.5, 2.0)
+        assert chosen(whole, others, 3.0, 1.4) == ([1], 1)
+        assert (whole.looked, others.looked) == (looked, True)
 
 
 def test_the_shorter_of_two_plans_as_run_is_taken_whatever_the_other_clock_says() -> None:

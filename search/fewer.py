@@ -126,6 +126,11 @@ class Tried:
             self.seen[number] = seen_s
         return True
 
+    @property
+    def is_played(self) -> bool:
+        """Whether some plan or glance was."""
+        return bool(self.seen) or any(one.overlapped_s is not None for one in self.planned.values())
+
     def known_s(self, number: int) -> float:
         """The shortest step of that cluster that is known, as run where that is."""
         if number in self.planned:
@@ -136,6 +141,8 @@ class Tried:
         """What that cluster's plan is expected to take at best, as it is run."""
         if number in self.seen:
             likely_s = LIKELY * self.seen[number]
+        elif (self.glanced or self.planned) and not self.is_played:
+            likely_s = _bound_s(self.searches[number])  # with nothing overlapped no step is shorter
         else:
             likely_s = OVERLAP * (self.glanced[number] if number in self.glanced else _bound_s(self.searches[number]))
         return max(self.compute_s(number), likely_s)

@@ -207,6 +207,19 @@ def test_of_what_does_not_fit_at_a_glance_the_least_bound_comes_first() -> None:
     assert chosen(Stub(4.0, None), Stub(1.6, None), None, 1.9) == ([1], 1)
 
 
+def test_where_nothing_is_played_no_plan_is_shorter_than_its_bound() -> None:
+    """Two devices take 2 s with nothing overlapped, all of them 2.5 s at least; half of that does not count."""
+    searches: Any = [Stub(2.5, None), Stub(1.5, None)]
+    tried, asked = Tried(searches, [(), (2,)]), list[int]()
+
+    def plan(number: int) -> None:
+        asked.append(number)
+        tried.planned[number] = Planned(searches[number], cast(Any, SimpleNamespace(cost=(0, 2.0))), None)
+
+    plan_nested(tried, plan)
+    assert asked == [1]
+
+
 def test_where_only_all_together_can_hold_the_model_none_is_left_out() -> None:
     """Two layers of 1024 x 1024 parameters of 4 bytes, with gradients and two moments: 34 MB."""
     small = mlp(batch=64, width=1024)

@@ -2,8 +2,8 @@
 
 Settings that repeat well (each found by a trap that it avoids): HTB with a 16 KB burst, since a token bucket lets a
 whole small message pass at once; a class of its own for pure ACKs, which otherwise queue behind data in every ring;
-8 MB of queue with windows capped below it, so that nothing is dropped; no more than 128 KB of a connection in it, as
-Linux had it until 4.18, since megabytes before a slow link hold up the ACKs that ride on data, and with them what comes
+8 MB of queue with windows capped below it, so that nothing is dropped; no more than 128 KB of a connection in it, with
+which Linux once began, since megabytes before a slow link hold up the ACKs that ride on data, and with them what comes
 the other way; reno, since bbr misjudges shaped rings. TCP settings belong to the namespace and vanish with it. Nothing
 is put into the root namespace, so deleting the namespaces deletes everything.
 """

@@ -208,8 +208,9 @@ def tell_steps(report: Report, sessions: dict[str, dict[str, Any]]) -> list[Row]
         report.text(
             f"{name}: calibrated in {sessions[name]['calibration_s']:.0f} s, {sessions[name]['drops']} packets "
             f"dropped, steal {sessions[name]['steal_share']:.1%}. Kendall's tau {all_pairs:.2f} over all {pairs} pairs "
-            f"of plans, {tau:.2f} over the {apart} whose measured steps are further apart than steps of one plan "
-            f"({spread:.1%}). One round of the same steps against another: {rounds_tau(found):.2f} over all pairs, "
+            f"of {len(found)} plans ({len(every) - len(found)} more are one of these under another name), "
+            f"{tau:.2f} over the {apart} whose measured steps are further apart than steps of one plan ({spread:.1%}). "
+            f"One round of the same steps against another: {rounds_tau(found):.2f} over all pairs, "
             "which is as well as the measurement knows the order."
         )
     report.figure("kendall_tau_worst_cluster", min(taus), Spread.of(taus))

@@ -170,6 +170,7 @@ def main() -> None:
         report.figure(f"{key}_bound_seconds", bound)
         report.figure(f"{key}_chosen_over_bound", taken.median / bound)
         report.figure(f"{key}_predicted_over_measured", predicted / taken.median)
+        report.choice(key, chosen)
         report.text(f"{case.name}: chosen `{chosen}`.")
         picture.append((case.name, spreads, chosen, bound))
         if case.kind == "all_reduce":

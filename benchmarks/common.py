@@ -116,6 +116,7 @@ class Report:
         self.name, self.title, self.options = name, title, options
         self.figures: dict[str, float] = {}
         self.absent: dict[str, str] = {}
+        self.chosen: dict[str, str] = {}
         self._spread: dict[str, Spread] = {}
         self._text: list[str] = []
         self._machine = machine()
@@ -124,7 +125,7 @@ class Report:
         self._began = time.monotonic()
 
     def figure(self, name: str, value: float, spread: Spread | None = None) -> None:
-        """A number under the name that the issue gives it, and the spread of the measurements behind it."""
+        """A number under the name by which others look it up, and the spread of the measurements behind it."""
         assert math.isfinite(value) and name not in self.figures, name
         self.figures[name] = value
         if spread is not None:
@@ -133,6 +134,11 @@ class Report:
     def spread(self, name: str, spread: Spread) -> None:
         """Of a measurement that is no figure of its own."""
         self._spread[name] = spread
+
+    def choice(self, name: str, chosen: str) -> None:
+        """What was chosen among several ways, in the JSON's ``chosen``."""
+        assert name not in self.chosen, name
+        self.chosen[name] = chosen
 
     def missing(self, name: str, reason: str) -> None:
         """A figure that this machine cannot measure."""
@@ -177,6 +183,7 @@ class Report:
             },
             "figures": self.figures,
             "absent": self.absent,
+            **({"chosen": self.chosen} if self.chosen else {}),
         }
 
     def _markdown(self, body: Mapping[str, Any], has_picture: bool) -> str:

@@ -39,11 +39,11 @@ from hap.search.subsets import LeftOut, slowest_kinds, without
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
-OVERLAP = 0.5  # of a step with nothing overlapped: as run, plans of all models that were looked at took 0.53 and more
-LIKELY = 0.95  # of the step as run at first glance: plans of all models that were looked at took 0.98 and more
+OVERLAP = 0.5  # of a step with nothing overlapped, as run. A heuristic, as is
+LIKELY = 0.95  # of the step as run at first glance, which a whole search leads to
 MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
 NEAR = 0.005  # of the step: a bound as near as that is not raised ...
-FAR = 0.8  # ... nor one that is less than this of it: cases of the batch's sizes brought none from there any nearer
+FAR = 0.8  # ... nor one that is less than this of it: the batch's sizes are not what is missing there. A heuristic
 
 
 class Planned(NamedTuple):

@@ -5,11 +5,13 @@ Both paces have ``settle`` (before the wire is used, and at the end of a step) a
 ``ParallelModule.set_pace`` takes; compute is what lies between.
 
 - ``hap.runtime.emulate.Throttle`` stretches the CPU time that a section *took*, every time anew. It needs no nominal
-  time, but it repeats only as well as this machine's core does, which neighbours slow by tens of percent.
+  time, but it repeats only as well as this machine's core does, which neighbours slow.
 - ``Deadline`` (the default here) runs the real kernels, then waits until *nominal time x slow-down*, where the nominal
-  time of each section of a step was measured before. It repeats to a fraction of a percent as long as the real work
-  fits; where a section overruns, as when the kernel gives its core to another rank, the next ones are shorter by that,
-  and ``late_s`` (what was overrun) and ``missed`` (sections that ended late) say so.
+  time of each section of a step was measured before. It repeats as long as the real work fits; where a section
+  overruns, as when the kernel gives its core to another rank, the next ones are shorter by that, and ``late_s`` (what
+  was overrun) and ``missed`` (sections that ended late) say so.
+
+How well either repeats is in ``benchmarks/results/testbed.md``.
 """
 
 from __future__ import annotations

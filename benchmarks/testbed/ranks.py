@@ -90,8 +90,7 @@ class Seat:
 def _short_slice(libc: ctypes.CDLL) -> None:
     """Ask the scheduler for short turns, so that a rank whose wait is over gets its core from one that computes.
 
-    With the default of some 3 ms a step's 95th percentile was 10 to 35 % above its deadline, with this 0 to 3 %. Before
-    Linux 6.12 the request has no effect, and on other processors it is not made: waits then end less exactly.
+    Before Linux 6.12 the request has no effect, and on other processors it is not made: waits then end less exactly.
     """
     number = _SCHED_SETATTR.get(os.uname().machine)
     if number is not None:

@@ -77,8 +77,8 @@ def _best_time(call: Callable[[], object], repeats: int) -> float:
 
 class Core:
     """How fast this core is just now, by a fixed piece of work, so that a played device keeps its speed though the core
-    that plays it does not: on a shared machine the same work takes up to 1.4 times the CPU time, for a second or for
-    minutes, as neighbours use the core's other thread, its caches and its power.
+    that plays it does not: on a shared machine the same work takes more CPU time for a second or for minutes, as
+    neighbours use the core's other thread, its caches and its power.
 
     The work is matmuls that stay in the caches and a few calls on next to nothing, about as much of each as models do.
     ``standard_s``: what it takes (``work_seconds``) on a core of full speed, as anyone may define it, the same for all
@@ -93,7 +93,7 @@ class Core:
         self._a, self._b, self._tiny = torch.ones(128, 128), torch.ones(128, 128), torch.ones(4)
 
     def factor(self) -> float:
-        """CPU seconds of now times this are seconds of a core of full speed. Takes about a millisecond."""
+        """CPU seconds of now times this are seconds of a core of full speed."""
         return self.standard_s / _best_time(self._work, repeats=self.TRIES)
 
     @classmethod

@@ -237,12 +237,20 @@ def choose(
     for limited in (False, True) if unlimited is None else (True,):
         proto = _priced(skeleton, found, barriers, limited)
         _force(skeleton, proto, forced or {})
-        solved = solve_once(proto, HIGHS, branching(gap, nodes))
+        solved = _solved(proto, gap, nodes)
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
             return _choice(skeleton, solved, len(proto.linear_constraints.ids))
     raise AssertionError("what is limited is taken as it is")
+
+
+def _solved(proto: model_pb2.ModelProto, gap: float, nodes: int) -> Solution | None:
+    """By the linear relaxation and what it leaves open; where that comes to nothing, by branching on everything."""
+    cost, linear = np.zeros(len(proto.variables.ids)), proto.objective.linear_coefficients
+    cost[list(linear.ids)] = list(linear.values)
+    found = WarmProgram(proto, gap, nodes).solve(cost)
+    return solve_once(proto, HIGHS, branching(gap, nodes)) if found is None else found
 
 
 def _choice(skeleton: Skeleton, solved: Solution, rows: int) -> Choice:

@@ -15,6 +15,7 @@ from ortools.math_opt import (
     parameters_pb2,
     result_pb2,
     solution_pb2,
+    sparse_containers_pb2,
 )
 from ortools.math_opt.core.python import solver
 from ortools.math_opt.solvers import highs_pb2
@@ -27,12 +28,14 @@ DUAL, OFF = parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX, parameters_pb2.EMPHASIS_OF
 
 
 class Solution(NamedTuple):
-    """The best point (V,), its objective, what was proved of it, and in what state the solver ended."""
+    """The best point (V,), its objective, what was proved of it, in what state the solver ended, and where they were
+    asked for the reduced costs (V,)."""
 
     values: Array
     objective: float
     bound: float
     status: str
+    reduced_costs: Array | None = None
 
     @property
     def is_optimal(self) -> bool:
@@ -70,12 +73,15 @@ class KeptSolver:
             update.objective_updates.linear_coefficients.values.extend(cost[changed].tolist())
             assert self._solver.update(update), "an objective can be changed in place"
 
-    def solve(self, parameters: parameters_pb2.SolveParametersProto) -> Solution | None:
-        """None where no feasible point was found."""
+    def solve(self, parameters: parameters_pb2.SolveParametersProto, *, reduced: bool = False) -> Solution | None:
+        """None where no feasible point was found. ``reduced``: with reduced costs, of a linear program."""
         wanted = model_parameters_pb2.ModelSolveParametersProto()
         wanted.variable_values_filter.skip_zero_values = True
-        for unread in (wanted.dual_values_filter, wanted.reduced_costs_filter):
-            unread.filter_by_ids = True
+        wanted.dual_values_filter.filter_by_ids = True  # nothing of them is read
+        if reduced:
+            wanted.reduced_costs_filter.skip_zero_values = True
+        else:
+            wanted.reduced_costs_filter.filter_by_ids = True
         registration = callback_pb2.CallbackRegistrationProto()
         result = self._solver.solve(parameters, wanted, None, registration, None, None)
         return _solution(result, self.width)
@@ -107,11 +113,21 @@ def fill_matrix(
 
 def _solution(result: result_pb2.SolveResultProto, width: int) -> Solution | None:
     feasible = solution_pb2.SOLUTION_STATUS_FEASIBLE
-    found = [s.primal_solution for s in result.solutions if s.primal_solution.feasibility_status == feasible]
+    found = [s for s in result.solutions if s.primal_solution.feasibility_status == feasible]
     if not found:
         return None
-    values = np.zeros(width)
-    values[list(found[0].variable_values.ids)] = list(found[0].variable_values.values)
+    point = found[0].primal_solution
     reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
-    bound = result.termination.objective_bounds.dual_bound
-    return Solution(values, found[0].objective_value, bound, reason.removeprefix("TERMINATION_REASON_").lower())
+    return Solution(
+        _dense(point.variable_values, width),
+        point.objective_value,
+        result.termination.objective_bounds.dual_bound,
+        reason.removeprefix("TERMINATION_REASON_").lower(),
+        _dense(found[0].dual_solution.reduced_costs, width) if found[0].HasField("dual_solution") else None,
+    )
+
+
+def _dense(sparse: sparse_containers_pb2.SparseDoubleVectorProto, width: int) -> Array:
+    values = np.zeros(width)
+    values[list(sparse.ids)] = list(sparse.values)
+    return values

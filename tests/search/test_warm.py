@@ -1,15 +1,18 @@
 """The relaxation that is kept in a simplex solver finds what branching from nothing finds."""
 
+import itertools
 import random
 
 import numpy as np
 import pytest
 from ortools.math_opt import model_pb2
 
+from hap.fabric import Array
 from hap.placement import GroupSizes
 from hap.search.milp import choose
 from hap.search.pins import Pins
 from hap.search.problem import Problem
+from hap.search.protos import fill_matrix
 from hap.search.rounding import round_shares
 from hap.search.tables import Prices
 from hap.search.warm import WarmProgram
@@ -76,18 +79,52 @@ def program(cost: list[float], *, odd: bool) -> model_pb2.ModelProto:
     return proto
 
 
-def test_a_point_between_is_no_answer() -> None:
-    assert WarmProgram(program([-1.0, -1.0, -1.0], odd=True)).solve(np.array([-1.0, -1.0, -1.0])) is None
+def test_a_point_between_is_not_taken() -> None:
+    """Half of each is worth 1.5, and as one of them is enough to be at most one of two, a whole one is worth 1."""
+    point = WarmProgram(program([-1.0, -1.0, -1.0], odd=True)).solve(np.array([-1.0, -1.0, -1.0]))
+    assert point is not None and sorted(point.values.tolist()) == pytest.approx([0, 0, 1])
+    assert (point.objective, point.bound) == pytest.approx((-1.0, -1.0))
 
 
-@pytest.mark.parametrize(("gap", "found"), [(0.6, True), (0.4, False)])
-def test_a_point_between_is_completed_where_that_costs_little(gap: float, found: bool) -> None:
-    """Half of each is worth 1.5, one alone 1, half of 1 less."""
+@pytest.mark.parametrize(("gap", "proved"), [(0.6, -1.5), (0.4, -1.0)])
+def test_a_point_between_is_completed_where_that_costs_little(gap: float, proved: float) -> None:
+    """Half of each is worth 1.5, one alone 1, half of 1 less: near enough, or else everything is branched on."""
     point = WarmProgram(program([-1.0, -1.0, -1.0], odd=True), gap).solve(np.array([-1.0, -1.0, -1.0]))
-    assert (point is not None) == found
-    if point is not None:
-        assert sorted(point.values.tolist()) == pytest.approx([0, 0, 1])
-        assert (point.objective, point.bound) == pytest.approx((-1.0, -1.5))
+    assert point is not None and sorted(point.values.tolist()) == pytest.approx([0, 0, 1])
+    assert (point.objective, point.bound) == pytest.approx((-1.0, proved))
+
+
+def covering(cost: Array, held: Array, enough: Array) -> model_pb2.ModelProto:
+    """Things that cost (V,) and hold (K, V): which to take so that all they hold is ``enough`` (K,)."""
+    proto, (many, width) = model_pb2.ModelProto(), held.shape
+    proto.variables.ids.extend(range(width))
+    proto.variables.lower_bounds.extend([0.0] * width)
+    proto.variables.upper_bounds.extend([1.0] * width)
+    proto.variables.integers.extend([True] * width)
+    proto.objective.linear_coefficients.ids.extend(range(width))
+    proto.objective.linear_coefficients.values.extend(cost.tolist())
+    proto.linear_constraints.ids.extend(range(many))
+    proto.linear_constraints.lower_bounds.extend(enough.tolist())
+    proto.linear_constraints.upper_bounds.extend([np.inf] * many)
+    fill_matrix(proto, [], held, 0)
+    return proto
+
+
+def test_what_reduced_costs_rule_out_is_in_no_better_choice() -> None:
+    """The cheapest of all 4096 ways to take of twelve things. Rounded, the relaxed optimum is often dearer, and
+    sometimes takes too little, which is no answer."""
+    ways, solved = np.array(list(itertools.product((0.0, 1.0), repeat=12))), 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        cost, held = rng.integers(1, 30, 12).astype(np.float64), rng.integers(0, 9, (3, 12)).astype(np.float64)
+        enough = 0.43 * held.sum(axis=1)
+        least = (ways @ cost)[(ways @ held.T >= enough).all(axis=1)].min()
+        point = WarmProgram(covering(cost, held, enough)).solve(cost)
+        if point is not None:
+            solved += 1
+            assert (point.objective, point.bound) == pytest.approx((least, least))
+            assert (held @ point.values >= enough).all() and point.values @ cost == pytest.approx(least)
+    assert solved >= 15
 
 
 def test_the_objective_changes_and_the_optimum_with_it() -> None:

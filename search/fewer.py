@@ -9,8 +9,8 @@ and where that was not played, rarely than ``OVERLAP`` of the one with nothing o
 
     glance at the whole cluster, then at smaller ones whose bound is below the shortest step seen, nothing overlapped
         (of a large graph in the order of the bounds)
-    for the whole cluster and the smaller ones whose glance is shorter than the whole's, the shortest as run first, and
-    then for those where nothing fits at first glance, the least bound first:
+    for those where nothing fits at first glance, the least bound first, and then for the whole cluster and the smaller
+    ones whose glance is shorter than the whole's, the shortest as run first:
         plan it to its step as run, unless the least that it may be, by the rules above, is no shorter than the shortest
             step known (as run; of what is not planned yet, at first glance)
     take the plan with the shortest step as run; of equal ones that of the larger cluster
@@ -165,7 +165,8 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None
     unfit.sort(key=lambda n: (_bound_s(tried.searches[n]), n))
-    for number in [*sorted(promising, key=lambda n: (tried.known_s(n), n)), *unfit]:
+    promising.sort(key=lambda n: (tried.known_s(n), n))
+    for number in [*unfit, *promising]:  # a glance tells least of the unfit, and what they come to may rule out others
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
         if tried.least_s(number) >= min(others, default=np.inf):
             continue

@@ -196,8 +196,11 @@ def test_fewer_devices_are_not_planned_where_they_cannot_be_faster() -> None:
 
 
 def test_what_does_not_fit_at_a_glance_is_planned_whole() -> None:
-    assert chosen(Stub(1.5, None), Stub(1.6, 2.0), None, 1.9) == ([1, 0], 1)
-    assert chosen(Stub(1.5, 3.0), Stub(1.6, None), 2.5, 2.4) == ([0, 1], 1)
+    """And first: two devices' plan may be shorter than all can be expected to take, 0.95 of 2.55 s as run."""
+    assert chosen(Stub(1.5, None), Stub(1.6, 2.0), None, 1.9) == ([0, 1], 1)
+    assert chosen(Stub(1.5, 3.0), Stub(1.6, None), 2.5, 2.4) == ([1, 0], 1)
+    assert chosen(Stub(1.5, 3.0, 2.55), Stub(1.6, None), None, 2.4) == ([1], 1)
+    assert chosen(Stub(1.5, 3.0, 2.5), Stub(1.6, None), 2.5, 2.4) == ([1, 0], 1)
     with pytest.raises(InfeasibleError, match="cluster 0 is too small"):
         chosen(Stub(1.5, None), Stub(1.6, None), None, None)
 

@@ -10,7 +10,7 @@ its buffer's placement.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,8 +64,11 @@ def required_results(graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[
     return tuple(needed)
 
 
-def find_needs(graph: Graph, strategies: Mapping[str, Strategy], *, regather: bool = False) -> tuple[Need, ...]:
-    """All conversions in program order of their first consumer; results last. Deterministic."""
+def find_needs(
+    graph: Graph, strategies: Mapping[str, Strategy], *, regather: bool = False, kept: Collection[str] = ()
+) -> tuple[Need, ...]:
+    """All conversions in program order of their first consumer; results last. Deterministic. ``kept``: parameters
+    (nodes) that are gathered once, whatever ``regather`` says."""
     seen: set[tuple[Value, Placement, Phase]] = set()
     needs: list[Need] = []
 
@@ -74,7 +77,7 @@ def find_needs(graph: Graph, strategies: Mapping[str, Strategy], *, regather: bo
         assert source is not None, f"{value} has no placement"
         if source is target or source == target:
             return
-        again = regather and phase == "backward" and graph.by_name[value.node].op == "parameter"
+        again = regather and graph.by_name[value.node].op == "parameter" and value.node not in kept
         if (value, target, phase) in seen or (not again and (value, target, "forward") in seen):
             return
         seen.add((value, target, phase))
@@ -86,3 +89,12 @@ def find_needs(graph: Graph, strategies: Mapping[str, Strategy], *, regather: bo
     for value, target in required_results(graph, strategies):
         need(value, target, graph.by_name[value.node].phase, "")
     return tuple(needs)
+
+
+def kept_parameters(graph: Graph, conversions: Iterable[tuple[Value, Placement, Phase]]) -> frozenset[str]:
+    """The parameters that these conversions (value, target, phase) gather for the forward pass and not again: with them
+    as ``kept``, and ``regather``, ``find_needs`` finds what a plan converts."""
+    done = frozenset(conversions)
+    again = {v.node for v, target, phase in done if phase == "backward" and (v, target, "forward") in done}
+    forward = {v.node for v, _, phase in done if phase == "forward"}
+    return frozenset(n.name for n in graph.sources("parameter") if n.name in forward - again)

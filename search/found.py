@@ -13,7 +13,8 @@ from hap.search.milp import Choice
 
 @dataclass(frozen=True)
 class Found:
-    """One candidate plan, judged. ``left_out``: ranks that were denied any share."""
+    """One candidate plan, judged. ``left_out``: ranks that were denied any share. ``kept``: the parameters whose
+    gathered copies stay between the passes, though with ``regather`` the others' do not."""
 
     strategies: Mapping[str, Strategy]
     sizes: GroupSizes
@@ -22,6 +23,7 @@ class Found:
     evaluation: Evaluation
     choice: Choice
     recomputed: tuple[Recomputed, ...] = ()  # what ``evaluation`` repeats
+    kept: frozenset[str] = frozenset()
 
     @property
     def repeated(self) -> tuple[str, ...]:

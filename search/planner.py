@@ -30,6 +30,7 @@ from hap.search.fewer import Planned, Tried, least_bound_s, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look_s
+from hap.search.keeping import or_keeping
 from hap.search.limits import LIMITS, Effort, Limits, Method
 from hap.search.pins import Pins
 from hap.search.problem import Problem
@@ -127,7 +128,9 @@ def _plan_whole(tried: Tried, number: int) -> None:
         search.progress.say("comparing programs as they run")
         best, overlapped_s = finest(search.chooser, best, search.met)
         tried.planned[number] = Planned(search, best, overlapped_s)
-    tried.planned[number] = Planned(search, *or_repeating(search, best, overlapped_s))
+    best, overlapped_s = or_repeating(search, best, overlapped_s)
+    tried.planned[number] = Planned(search, best, overlapped_s)
+    tried.planned[number] = Planned(search, *or_keeping(search, best, overlapped_s))
 
 
 @dataclass
@@ -263,6 +266,7 @@ class Search:
             "milps": self.chooser.milps,
             "node_classes": len(self.problem.classes.nodes),
             "regather": best.regather,
+            **({"kept_parameters": len(best.kept)} if best.kept else {}),
             **({} if self.method == "milp" else {"method": self.method}),
         }
 

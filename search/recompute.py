@@ -74,7 +74,7 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
     """``best``, with as little repeated as it needs; or one that repeats calls and is faster."""
     if best.recomputed:
         best = thinned(search.problem, best)
-        return best, None if overlapped_s is None else _played_s(search.problem, best)
+        return best, None if overlapped_s is None else played_s(search.problem, best)
     if overlapped_s is None or not _may_gain(search, best):
         return best, overlapped_s
     again = _repeating(search, LIMITS["quick"])
@@ -83,7 +83,7 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
         return best, overlapped_s
     found, _ = finest(again.chooser, first, again.met)
     found = thinned(again.problem, found)
-    seconds = _played_s(again.problem, found)
+    seconds = played_s(again.problem, found)
     return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)
 
 
@@ -106,7 +106,7 @@ def if_kept(problem: Problem, found: Found) -> dict[str, list[int]]:
     """What the plan's provenance says of a plan that repeats calls: bytes of every rank if it did not."""
     if not found.recomputed:
         return {}
-    needs = find_needs(problem.choices.graph, found.strategies, regather=found.regather)
+    needs = find_needs(problem.choices.graph, found.strategies, regather=found.regather, kept=found.kept)
     evaluation = problem.facts.evaluator.evaluate(found.strategies, found.sizes, needs)
     return {"kept_memory_bytes": list(evaluation.memory_bytes)}
 
@@ -114,7 +114,7 @@ def if_kept(problem: Problem, found: Found) -> dict[str, list[int]]:
 def thinned(problem: Problem, found: Found) -> Found:
     """The same strategies and sizes with the fewest steps that fit; ``found`` itself fits with all of them."""
     assert found.fits
-    blocks, graph = _blocks(problem), problem.choices.graph
+    blocks, graph = blocks_of(problem), problem.choices.graph
     needs = find_needs(graph, found.strategies, regather=found.regather)
     too_few, enough, best = -1, len(steps_of(blocks)), found
     while enough - too_few > 1:
@@ -131,7 +131,7 @@ def thinned(problem: Problem, found: Found) -> Found:
 
 def _repeating(search: Search, limits: Limits) -> Search | None:
     """The same search where every step is taken; None if there is none."""
-    blocks = _blocks(search.problem)
+    blocks = blocks_of(search.problem)
     everything = after_steps(blocks, len(steps_of(blocks)))
     if not everything or search.problem.recomputed:
         return None
@@ -141,7 +141,8 @@ def _repeating(search: Search, limits: Limits) -> Search | None:
     return other
 
 
-def _blocks(problem: Problem) -> tuple[Block, ...]:
+def blocks_of(problem: Problem) -> tuple[Block, ...]:
+    """Of its forward pass, what may be repeated."""
     return find_blocks(problem.choices.graph, problem.facts.evaluator.strides)
 
 
@@ -170,7 +171,7 @@ def _is_crowded(problem: Problem) -> bool:
     graph, devices = problem.choices.graph, problem.cluster.devices
     trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
     state = sum(2 * nbytes + optimizer_state_bytes(problem.optimizer, nbytes) for nbytes in trained)
-    blocks = _blocks(problem)
+    blocks = blocks_of(problem)
     plain = sum(b.plain_bytes for b in blocks)
     least = sum(min(b.kept_bytes.values()) for b in blocks) + max((b.plain_bytes for b in blocks), default=0)
     room = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64) - state
@@ -179,7 +180,7 @@ def _is_crowded(problem: Problem) -> bool:
     return bool((share * plain > room).any() and (share * least <= room).all())
 
 
-def _played_s(problem: Problem, found: Found) -> float:
+def played_s(problem: Problem, found: Found) -> float:
     """The step of the plan's program as it is run."""
     graph = problem.choices.graph
     make = partial(assemble_plan, problem.choices, problem.cluster, found.strategies, found.sizes, found.evaluation)

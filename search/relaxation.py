@@ -18,19 +18,20 @@ adding up its rows over what looks alike, which can only make the minimum smalle
     produced: sum_q F[v,k,p,q] = m[v,k] sum_{a in v, i gives p} |a| x[a,i]        m: such reads of each of these values
     wanted:   sum_p F[v,k,p,q] = sum_{a in k, j wants q} |a| x[a,j]
     shared:   m[v,k] C[v,p,q] >= F[v,k,p,q]
-    kept:     K[v,p] >= F[v,k,p,R] / m[v,k] + F[v,l,p,R] / m[v,l] - sum_{i gives p} |a| x[a,i]
+    kept:     K[v,p] + A[v,p] >= F[v,k,p,R] / m[v,k] + F[v,l,p,R] / m[v,l] - sum_{i gives p} |a| x[a,i]
                                                     for a parameter v, or a view of one, that k reads in the forward
-                                                    and l in the backward pass: gathered copies there between the two
+                                                    and l in the backward pass: gathered copies there between the two;
+                                                    of parameters, unless they are dropped and gathered again: A
     state:    what parameters, gradients and the optimizer take in all memory <= all usable memory
     between:  what parameters, the optimizer, K and what calls of the forward pass save take in all memory <= all usable
               memory; the calls of type a save nothing for the fraction Z[a] that the backward pass makes again
 
-    minimise  sum |a| line[a,i] x[a,i] + sum least(p, q, bytes) C[v,p,q] + sum |a| min_i line[a,i] Z[a]
+    minimise  sum |a| line[a,i] x[a,i] + sum least(p, q, bytes) C[v,p,q] + sum least(p, R, bytes) A[v,p]
+              + sum |a| min_i line[a,i] Z[a]
 
 A node's colour says how many reads of which colour it has, so all nodes of a type are in the same rows the same number
 of times, and each row above is the sum of the rows of a flow program that merges nothing. What a conversion takes at
-least is said in ``least``. A plan may instead drop what it gathered of parameters and gather it again: then they have
-no K, but a C for each pass (``regather``). Either is a program of its own, the bound the smaller (``joint_bound``).
+least is said in ``least``.
 """
 
 from __future__ import annotations
@@ -88,15 +89,9 @@ def lower_bound(facts: Facts) -> LowerBound | None:
 
 
 def joint_bound(facts: Facts, weights: Sequence[float]) -> tuple[float | None, int]:
-    """Seconds of the relaxation, where what is gathered is kept, or of that where it is not, if that is less; and how
-    many variables. None if a solver gives up."""
-    keeping = Relaxation(facts, weights)
-    kept = keeping.solve()
-    if kept is None or not keeping.is_crowded:  # with memory enough, gathering once is less than gathering twice
-        return kept, len(keeping.cost)
-    dropping = Relaxation(facts, weights, regather=True)
-    dropped = dropping.solve()
-    return None if dropped is None else min(kept, dropped), len(keeping.cost)
+    """Seconds of the relaxation, None if the solver gives up; and how many variables."""
+    relaxed = Relaxation(facts, weights)
+    return relaxed.solve(), len(relaxed.cost)
 
 
 # ---- the program ----
@@ -111,11 +106,10 @@ class Relaxation:
         weights: Sequence[float],
         *,
         radius: int = RADIUS,
-        regather: bool = False,
         crowded: bool = True,
     ) -> None:
         """``crowded`` False: without the rows of memory between the passes."""
-        self.facts, self.least, self.regather, self.crowded = facts, Least(facts), regather, crowded
+        self.facts, self.least, self.crowded = facts, Least(facts), crowded
         self.slices = ClassForms(facts.cluster, RankClasses.find(facts.cluster))
         self.devices, counts = device_classes(facts.cluster)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))
@@ -180,19 +174,18 @@ class Relaxation:
                 reader = None if read.reader is None else self.of_reader[read.reader]
                 slots.setdefault((reader, read.position, read.phase, read.number), []).append(read)
         produced = [s.outputs[index] for s in self.facts.candidates[first.node]]
-        users_of: dict[tuple[int, Placement, str], list[tuple[int, int]]] = {}
+        users_of: dict[tuple[int, Placement], list[tuple[int, int]]] = {}
         reads_of: dict[tuple[int, Placement], dict[str, list[tuple[int, int]]]] = {}
-        dropped = self.regather and self.facts.graph.by_name[first.node].op == "parameter"
         for k, same in enumerate(slots.values()):
             each = len(same) // len(reads)
             assert each * len(reads) == len(same), "a colour says how often a value is read"
             wants = next(r for r in reads[0] if r.number == same[0].number).wants
             flows = self._transport(f"{label},{k}", supply, produced, same, wants, each)
             for (p, q), flow in flows.items():
-                users_of.setdefault((p, q, same[0].phase if dropped else ""), []).append((flow, each))
+                users_of.setdefault((p, q), []).append((flow, each))
                 reads_of.setdefault((p, q), {}).setdefault(self._part(same), []).append((flow, each))
         self._converted(label, first, produced, users_of)
-        if self.crowded and not dropped and all(r[0].value.node in self._stored for r in reads):
+        if self.crowded and all(r[0].value.node in self._stored for r in reads):
             self._copies(label, first, produced, reads_of, supply, len(reads))
 
     def _transport(
@@ -229,10 +222,10 @@ class Relaxation:
         label: str,
         value: Value,
         produced: Sequence[Placement | None],
-        users_of: Mapping[tuple[int, Placement, str], Sequence[tuple[int, int]]],
+        users_of: Mapping[tuple[int, Placement], Sequence[tuple[int, int]]],
     ) -> None:
         nbytes = self.facts.graph.meta(value).nbytes
-        for (p, target, phase), users in users_of.items():
+        for (p, target), users in users_of.items():
             source = produced[p]
             assert source is not None
             seconds = self.conversion_s(nbytes, source, target)
@@ -241,10 +234,10 @@ class Relaxation:
                 self.cost[flow] += seconds * MS / each
                 self.conversions.append((flow, each, nbytes, source, target))
                 continue
-            converted = self._variable(f"C[{label},{source}>{target}{phase}]", seconds)
+            converted = self._variable(f"C[{label},{source}>{target}]", seconds)
             self.conversions.append((converted, 1, nbytes, source, target))
             for number, (flow, each) in enumerate(users):
-                name = f"shared[{label},{source}>{target}{phase},{number}]"
+                name = f"shared[{label},{source}>{target},{number}]"
                 self._row(name, 0.0, np.inf, [(converted, each), (flow, -1.0)])
 
     @cached_property
@@ -279,7 +272,8 @@ class Relaxation:
         many: int,
     ) -> None:
         """What is gathered for both passes lies on all ranks where one ends and the other begins."""
-        everywhere = self.facts.graph.meta(value).nbytes * self.facts.cluster.world_size
+        nbytes = self.facts.graph.meta(value).nbytes
+        everywhere = nbytes * self.facts.cluster.world_size
         for (p, target), by_part in reads_of.items():
             source = produced[p]
             if not isinstance(source, Shard) or target != REPLICATE:
@@ -287,12 +281,16 @@ class Relaxation:
             pairs = list(itertools.product(by_part.get("forward", ()), by_part.get("backward", ())))
             if not pairs:
                 continue
-            copy = self._variable(f"K[{label},{source}]", 0.0)
+            copy, both = self._variable(f"K[{label},{source}]", 0.0), list[tuple[int, float]]()
             self.kept.append((copy, everywhere * GB))
             self.most_kept += everywhere * many
-            for number, ((f, times), (b, again)) in enumerate(pairs):
+            if self.facts.graph.by_name[value.node].op == "parameter":
+                again = self._variable(f"A[{label},{source}]", self.conversion_s(nbytes, source, target))
+                self.conversions.append((again, 1, nbytes, source, target))
+                both.append((again, 1.0))
+            for number, ((f, times), (b, more)) in enumerate(pairs):
                 without = [(v, k) for v, k in supply[p]]
-                flows = [(copy, 1.0), (f, -1.0 / times), (b, -1.0 / again)]
+                flows = [(copy, 1.0), *both, (f, -1.0 / times), (b, -1.0 / more)]
                 self._row(f"kept[{label},{source},{number}]", 0.0, np.inf, [*flows, *without])
 
     def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
@@ -323,16 +321,16 @@ class Relaxation:
                 ending.append((variable, copies * (node.meta.nbytes + state + gradient) * GB))
         saved = {a: held for a, name in self.first.items() if (held := self._saved(name))}
         room = sum(usable_bytes(d.memory_bytes) for d in self.facts.cluster.devices)
-        self.between, self.room = between, room - sum(self.count[a] * held for a, held in saved.items())
+        left = room - sum(self.count[a] * held for a, held in saved.items())
         self._row("state", -np.inf, room * GB, ending)
-        if not self.crowded or self.most_kept * GB + sum(k for _, k in between[len(self.kept) :]) <= self.room * GB:
+        if not self.crowded or self.most_kept * GB + sum(k for _, k in between[len(self.kept) :]) <= left * GB:
             return  # whatever is chosen, it fits
         for a, held in saved.items():
             least = min(self.node_s(self.first[a], i) for i in range(len(self.x[a])))
             again = self._variable(f"Z[{self.first[a]}]", self.count[a] * least)
             self.upper[again] = 1.0
             between.append((again, -self.count[a] * held * GB))
-        self._row("between", -np.inf, self.room * GB, between)
+        self._row("between", -np.inf, left * GB, between)
 
     def _saved(self, name: str) -> int:
         """Bytes of what a call of the forward part makes and the backward part reads, by itself or through views, of
@@ -380,8 +378,6 @@ class Relaxation:
         solved = solve_once(self.program(), parameters=seeded(lp_algorithm=DUAL, presolve=OFF))
         if solved is None or not solved.is_optimal:
             return None
-        held = sum(float(solved.values[v]) * gigabytes for v, gigabytes in self.between)
-        self.is_crowded = held > self.room * GB * (1 - SAFETY)
         return solved.bound / MS
 
     def program(self) -> model_pb2.ModelProto:

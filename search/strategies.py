@@ -10,6 +10,7 @@ import numpy as np
 from hap.cost_models.memory import usable_bytes
 from hap.fabric import Array
 from hap.placement import GroupSizes
+from hap.plan import Strategy
 from hap.search.found import Found, best_of
 from hap.search.limits import MIP_GAP, Limits
 from hap.search.milp import Choice, choose
@@ -71,6 +72,11 @@ class Chooser:
                 break
             capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
         return best_of(found)
+
+    def unlimited(self, sizes: GroupSizes, *, forced: Mapping[int, tuple[int, ...]]) -> Mapping[str, Strategy] | None:
+        """The same for parameters gathered once, as if memory had no end."""
+        choice = self._choose(sizes, False, np.full(self.problem.world_size, np.inf), forced, True, False)
+        return None if choice is None else self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
 
     def _judged(self, choice: Choice, sizes: GroupSizes, regather: bool, left_out: tuple[int, ...]) -> Found:
         strategies = self.problem.classes.expand(choice.picks, self.problem.facts.candidates)

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from hap.cluster import ClusterSpec
-from hap.conversion import Need, find_needs
+from hap.conversion import Need, find_needs, kept_parameters
 from hap.cost_models.compute import DEFAULT_MODEL
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.order import repeats
 from hap.cost_models.sequence import ConversionCost, Pricer, sequence
 from hap.cost_models.timeline import Timeline
 from hap.fabric import Array
-from hap.graph import Graph
-from hap.placement import Shard
+from hap.graph import Graph, Value
+from hap.placement import Shard, parse_placement
 from hap.plan import AsRun, Explanation, Help, Layer, Plan, Sent, Stage, Strategy
 
 GAP = 1e-6  # of a step: a pause that nobody sees
@@ -36,12 +36,10 @@ def strategies_of(plan: Plan) -> dict[str, Strategy]:
 
 def needs_of(plan: Plan, graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[Need, ...]:
     """The plan's conversions as needs, in its order: parameters gathered again where the plan does so."""
-    wanted = [(c.value, c.target, c.phase) for c in plan.conversions]
-    for regather in (False, True):
-        needs = find_needs(graph, strategies, regather=regather)
-        if [(str(n.value), str(n.target), n.phase) for n in needs] == wanted:
-            return needs
-    raise AssertionError("the plan's conversions are not those of its strategies")
+    made = [(Value.parse(c.value), parse_placement(c.target), c.phase) for c in plan.conversions]
+    needs = find_needs(graph, strategies, regather=True, kept=kept_parameters(graph, made))
+    assert [(n.value, n.target, n.phase) for n in needs] == made, "a plan's conversions are those of its strategies"
+    return needs
 
 
 def layer_of(module: str) -> str:

@@ -7,19 +7,19 @@ is what this one change alone would cost, an upper bound of what the placement c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from hap.cluster import ClusterSpec
-from hap.conversion import Need, find_needs
+from hap.conversion import Need, find_needs, kept_parameters
 from hap.cost_models.evaluate import Evaluation, evaluate
 from hap.errors import HapError
 from hap.graph import Graph, Node
 from hap.placement import Shard
 from hap.plan import Plan, Strategy
-from hap.report.explanation import strategies_of
+from hap.report.explanation import needs_of, strategies_of
 from hap.report.words import quantity, seconds, table
 
 MOST = 24  # alternatives that are printed
@@ -106,12 +106,12 @@ def explain_node(
     """Every one of the node's ``strategies`` judged. HapError if the graph has no such node."""
     node = find_node(graph, name)
     chosen = strategies_of(plan)
-    regather = bool(plan.provenance.solver.get("regather", False))
-    own = find_needs(graph, chosen, regather=regather)
+    regather, own = bool(plan.provenance.solver.get("regather", False)), needs_of(plan, graph, chosen)
+    kept = kept_parameters(graph, ((n.value, n.target, n.phase) for n in own))
     present = [n for n in strategies if all(p.group in plan.groups for p in _shards(n))]
     if chosen[node.name] not in present:
         present.append(chosen[node.name])
-    found = [_judge(plan, graph, cluster, chosen, node, s, own, regather) for s in present]
+    found = [_judge(plan, graph, cluster, chosen, node, s, own, regather, kept) for s in present]
     found += [
         Alternative(str(s), (), False, None, False, 0, (), (), "shards a group that the plan does not deal out")
         for s in strategies
@@ -145,12 +145,13 @@ def _judge(
     strategy: Strategy,
     own: Sequence[Need],
     regather: bool,
+    kept: Collection[str],
 ) -> Alternative:
     groups = tuple(dict.fromkeys(plan.groups[p.group].label for p in _shards(strategy)))
     trial = {**chosen, node.name: strategy}
     is_chosen = strategy == chosen[node.name]
     try:
-        needs = find_needs(graph, trial, regather=regather)
+        needs = find_needs(graph, trial, regather=regather, kept=kept)
         for need in needs:
             need.collective  # noqa: B018  (raises where nothing turns one placement into the other)
     except AssertionError as e:

@@ -44,12 +44,14 @@ def tensor_parallel(heads: tuple[int, ...]) -> Plan:
     return make_plan(found, greedy_strategies(found, wishes), sizes_for(found, heads))
 
 
-def zero(sizes: tuple[int, ...], *, regather: bool = False) -> Plan:
-    """The batch dealt as ``sizes``, every parameter sharded on dim 0 in proportion."""
+def zero(sizes: tuple[int, ...], *, regather: bool = False, every: int = 1) -> Plan:
+    """The batch dealt as ``sizes``, every parameter sharded on dim 0 in proportion; with ``regather`` the first of
+    ``every`` so many parameters is gathered again for the backward pass."""
     found = gpt2_choices()
     wishes = {n.target: (0, n.meta.shape[0]) for n in found.graph.sources("parameter")} | BATCH
     strategies = greedy_strategies(found, wishes)
-    return make_plan(found, strategies, sizes_for(found, sizes, {gpt2.BATCH: sizes}), regather=regather)
+    kept = [n.name for i, n in enumerate(found.graph.sources("parameter")) if i % every]
+    return make_plan(found, strategies, sizes_for(found, sizes, {gpt2.BATCH: sizes}), regather=regather, kept=kept)
 
 
 def anything(seed: int, world_size: int = 3) -> Plan:

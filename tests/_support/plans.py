@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -102,6 +102,7 @@ def make_plan(
     sizes: Mapping[str, Sizes],
     *,
     regather: bool = False,
+    kept: Collection[str] = (),
     world_size: int | None = None,
 ) -> Plan:
     """The plan with these decisions, without a prediction worth reading."""
@@ -117,7 +118,7 @@ def make_plan(
             decomposition=DECOMPOSITION[need.collective],
             nbytes=graph.meta(need.value).nbytes,
         )
-        for need in find_needs(graph, strategies, regather=regather)
+        for need in find_needs(graph, strategies, regather=regather, kept=kept)
     )
     nothing = (0.0,) * world_size
     return Plan(

@@ -44,6 +44,7 @@ PLANS = {
     "tensor parallel, heads 3/2/1": partial(cases.tensor_parallel, (3, 2, 1)),
     "zero 5/2/1": partial(cases.zero, (5, 2, 1)),
     "zero 5/2/1, gathered again": partial(cases.zero, (5, 2, 1), regather=True),
+    "zero 5/2/1, some gathered again": partial(cases.zero, (5, 2, 1), regather=True, every=3),
     "zero with nothing for rank 1": partial(cases.zero, (5, 0, 3)),
     "senseless": partial(cases.anything, 1),
     "four ranks, zero 4/2/1/1": partial(cases.zero, (4, 2, 1, 1)),

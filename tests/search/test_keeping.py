@@ -1,0 +1,81 @@
+"""Of parameters that are gathered twice, as many stay gathered as there is room for."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hap.conversion import find_needs, kept_parameters
+from hap.placement import Shard
+from hap.rules.choices import Choices
+from hap.search import Pins
+from hap.search.found import Found
+from hap.search.keeping import or_keeping
+from hap.search.limits import LIMITS
+from hap.search.planner import Search
+from hap.search.problem import Problem
+from tests.search.models import cluster, mlp
+
+LAYERS = 6
+
+
+def search(memory: str) -> Search:
+    """Layers of 1024 x 1024 parameters, 4 MB each, of a large batch, on four equal devices of so much memory."""
+    devices = cluster(*[(10, memory)] * 4, network="1GB/s")
+    return Search(Problem.state(model(), devices, "adamw", Pins()), LIMITS["quick"])
+
+
+def model() -> Choices:
+    return mlp(batch=8192, width=1024, layers=LAYERS)
+
+
+def gathered_twice(searched: Search) -> Found:
+    """Every parameter dealt out and every call on pieces of the batch."""
+    problem = searched.problem
+    batch = next(s.outputs[0].group for s in model().strategies["i_args_0"] if isinstance(s.outputs[0], Shard))
+    forced: dict[int, tuple[int, ...]] = {}
+    for node in problem.choices.graph.nodes:
+        options = problem.facts.candidates[node.name]
+        wanted = [
+            i
+            for i, s in enumerate(options)
+            if any(
+                isinstance(p, Shard) and (node.op == "parameter" or p.group == batch) for p in (*s.inputs, *s.outputs)
+            )
+        ]
+        if wanted:
+            forced[problem.classes.of[node.name]] = tuple(wanted)
+    even = (0.25,) * 4
+    found = searched.chooser.strategies(problem.round({}, even, even), True, (), forced=forced)
+    assert found is not None and found.regather
+    return found
+
+
+@pytest.mark.parametrize("memory", ["128MB", "132MB", "136MB", "140MB", "144MB", "1GB"])
+def test_no_other_copies_that_fit_save_more(memory: str) -> None:
+    """Of the five parameters that both passes read, by every subset."""
+    searched = search(memory)
+    problem, twice = searched.problem, gathered_twice(searched)
+    found, _ = or_keeping(searched, twice, None)
+    gathered = {c.need.value.node for c in found.evaluation.conversions if c.need.phase == "forward"}
+    names = sorted(n for n in gathered if n.startswith("p_") and n.endswith("weight") and n != "p_0_weight")
+    assert len(names) == LAYERS - 1 and found.kept <= set(names)
+    seconds = []
+    for many in range(LAYERS):
+        for kept in itertools.combinations(names, many):
+            needs = find_needs(problem.choices.graph, found.strategies, regather=True, kept=kept)
+            judged = problem.facts.evaluator.evaluate(found.strategies, found.sizes, needs)
+            seconds += [judged.step_s] if judged.fits else []
+    assert found.fits and found.cost[1] == pytest.approx(min(seconds), rel=1e-9)
+    assert len(found.kept) == {"128MB": 2, "132MB": 3, "136MB": 4}.get(memory, LAYERS - 1)
+
+
+def test_what_a_plan_converts_says_what_is_kept() -> None:
+    searched = search("136MB")
+    found, _ = or_keeping(searched, gathered_twice(searched), None)
+    graph = searched.problem.choices.graph
+    made = [(c.need.value, c.need.target, c.need.phase) for c in found.evaluation.conversions]
+    assert 0 < len(found.kept) < LAYERS - 1 and found.kept <= kept_parameters(graph, made)
+    again = find_needs(graph, found.strategies, regather=True, kept=kept_parameters(graph, made))
+    assert [(n.value, n.target, n.phase) for n in again] == made

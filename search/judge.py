@@ -143,7 +143,7 @@ class _Stopwatch:
         fewest = sorted(programs.values(), key=lambda f: (len(f.evaluation.conversions), f.cost))
         different: list[Found] = []
         for f in fewest:
-            if not any(_are_alike(f, other) for other in (*different, *(t.found for t in self.timed))):
+            if not any(are_alike(f, other) for other in (*different, *(t.found for t in self.timed))):
                 different.append(f)
         for f in sorted(different, key=lambda f: max(f.evaluation.compute_s)):
             if max(f.evaluation.compute_s) * LEANEST > self.least_s:
@@ -177,7 +177,7 @@ class _Stopwatch:
         return lambda largest, nbytes: forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)[0]
 
 
-def _are_alike(one: Found, other: Found) -> bool:
+def are_alike(one: Found, other: Found) -> bool:
     """Whether they take so much the same, and the same of everything, that they are not told apart."""
     ours, theirs = one.evaluation, other.evaluation
     nearly = LIKE * theirs.step_s

@@ -28,6 +28,6 @@ class Limits:
 HASTY = Limits(1, 2, 200, 0, 0, False, 0)  # for what a smaller cluster would do
 LIMITS: Mapping[Effort, Limits] = {
     "quick": Limits(1, 2, 200, 0, 0, False, 3_000),
-    "normal": Limits(4, 3, 1000, 60, 20_000, True, 10_000),
+    "normal": Limits(3, 3, 1000, 60, 20_000, True, 10_000),
 }
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger

@@ -32,6 +32,7 @@ from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look_s
 from hap.search.keeping import or_keeping
 from hap.search.limits import LIMITS, Effort, Limits, Method
+from hap.search.onward import onward
 from hap.search.pins import Pins
 from hap.search.problem import Problem
 from hap.search.progress import OutOfTime, Progress
@@ -126,7 +127,7 @@ def _plan_whole(tried: Tried, number: int) -> None:
     overlapped_s = None
     if len(search.problem.choices.graph.nodes) <= search.limits.played:
         search.progress.say("comparing programs as they run")
-        best, overlapped_s = finest(search.chooser, best, search.met)
+        best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
     best, overlapped_s = or_repeating(search, best, overlapped_s)
     tried.planned[number] = Planned(search, best, overlapped_s)

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -123,6 +124,11 @@ class Skeleton:
         for number, v in enumerate(self.classes.values):
             self._value(number, v)
         self._together()
+
+    @cached_property
+    def kept(self) -> WarmProgram:
+        """The program without device rows, as it was solved last."""
+        return WarmProgram(_program(self, np.zeros((0, len(self.names) + 1)), ()))
 
     def _decisions(self) -> None:
         for a, node_class in enumerate(self.classes.nodes):
@@ -220,23 +226,23 @@ def choose(
     barriers: bool = False,
     nodes: int = 2000,
     gap: float = 1e-6,
-    warm: dict[object, WarmProgram] | None = None,
+    warm: bool = False,
 ) -> Choice | None:
     """The cheapest strategies at the sizes of ``prices``; None if none fits the memory.
 
     ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread,
-    fixed seed, at most ``nodes`` branch-and-bound nodes. ``warm`` keeps what was solved for this skeleton: with it the
-    linear relaxation is asked first, from where it ended last (``warm``).
+    fixed seed, at most ``nodes`` branch-and-bound nodes. ``warm``: without memory rows the linear relaxation is asked
+    first, from where it ended last for this skeleton (``hap.search.warm``).
     """
     found = prices.coefficients()
-    unlimited = None
-    if barriers and warm is not None:
-        unlimited = _warm(skeleton, found, forced or {}, warm, gap, nodes).solve(_objective_ms(found, True))
+    upper, unlimited = _upper(skeleton, forced or {}), None
+    if barriers and warm:
+        unlimited = skeleton.kept.solve(_objective_ms(found, True), upper, gap=gap, nodes=nodes)
     if unlimited is not None and _fits(found, unlimited.values[:-1]):
         return _choice(skeleton, unlimited, len(skeleton.row_names))
     for limited in (False, True) if unlimited is None else (True,):
         proto = _priced(skeleton, found, barriers, limited)
-        _force(skeleton, proto, forced or {})
+        proto.variables.upper_bounds[:] = upper.tolist()
         solved = _solved(proto, gap, nodes)
         if solved is None:
             return None
@@ -249,7 +255,7 @@ def _solved(proto: model_pb2.ModelProto, gap: float, nodes: int) -> Solution | N
     """By the linear relaxation and what it leaves open; where that comes to nothing, by branching on everything."""
     cost, linear = np.zeros(len(proto.variables.ids)), proto.objective.linear_coefficients
     cost[list(linear.ids)] = list(linear.values)
-    found = WarmProgram(proto, gap, nodes).solve(cost)
+    found = WarmProgram(proto).solve(cost, gap=gap, nodes=nodes)
     return solve_once(proto, HIGHS, branching(gap, nodes)) if found is None else found
 
 
@@ -264,32 +270,12 @@ def _choice(skeleton: Skeleton, solved: Solution, rows: int) -> Choice:
     )
 
 
-def _force(skeleton: Skeleton, proto: model_pb2.ModelProto, forced: Mapping[int, Sequence[int]]) -> None:
+def _upper(skeleton: Skeleton, forced: Mapping[int, Sequence[int]]) -> Array:
+    """Upper bounds of all variables (V + 1,), the last of ``T``."""
+    upper = np.append(np.ones(len(skeleton.names)), np.inf)
     for a, options in forced.items():
-        for i, variable in enumerate(skeleton.x[a]):
-            proto.variables.upper_bounds[variable] = 1.0 if i in options else 0.0
-
-
-def _warm(
-    skeleton: Skeleton,
-    found: Coefficients,
-    forced: Mapping[int, Sequence[int]],
-    warm: dict[object, WarmProgram],
-    gap: float,
-    nodes: int,
-) -> WarmProgram:
-    """The program without memory rows, as it was solved last."""
-    key = tuple((a, tuple(options)) for a, options in forced.items())
-    if key not in warm:
-        if warm:  # all but what is forced is the same
-            proto = model_pb2.ModelProto()
-            proto.CopyFrom(next(iter(warm.values())).proto)
-            proto.variables.upper_bounds[:] = [1.0] * len(skeleton.names) + [np.inf]
-        else:
-            proto = _priced(skeleton, found, True, False)
-        _force(skeleton, proto, forced)
-        warm[key] = WarmProgram(proto, gap, nodes)
-    return warm[key]
+        upper[skeleton.x[a]] = [1.0 if i in options else 0.0 for i in range(len(skeleton.x[a]))]
+    return upper
 
 
 def _objective_ms(found: Coefficients, barriers: bool) -> Array:
@@ -306,8 +292,6 @@ def _fits(found: Coefficients, values: Array) -> bool:
 
 def _priced(skeleton: Skeleton, found: Coefficients, barriers: bool, limited: bool) -> model_pb2.ModelProto:
     """The whole program: skeleton, objective, and the device rows of every kind of rank; of memory, if ``limited``."""
-    slowest, width = len(skeleton.names), len(skeleton.names) + 1
-    cost_ms = _objective_ms(found, barriers)
     compute_ms = found.compute_s[:0] if barriers else found.compute_s * MS
     dense = [np.append(compute_ms, np.full((len(compute_ms), 1), -1.0), axis=1)]
     upper = [0.0] * len(compute_ms)
@@ -316,19 +300,24 @@ def _priced(skeleton: Skeleton, found: Coefficients, barriers: bool, limited: bo
         upper += (found.capacity_bytes * GB).tolist()
     rows = np.concatenate(dense)
     rows[np.abs(rows) < SMALLEST] = 0.0
-
-    proto = model_pb2.ModelProto(name="strategies")
-    proto.variables.ids.extend(range(width))
-    proto.variables.lower_bounds.extend([0.0] * width)
-    proto.variables.upper_bounds.extend([1.0] * slowest + [np.inf])
-    proto.variables.integers.extend([*skeleton.integers, False])
+    proto, cost_ms = _program(skeleton, rows, upper), _objective_ms(found, barriers)
     used = np.flatnonzero(cost_ms)
     proto.objective.linear_coefficients.ids.extend(used.tolist())
     proto.objective.linear_coefficients.values.extend(cost_ms[used].tolist())
-    first = len(skeleton.row_names)
+    return proto
+
+
+def _program(skeleton: Skeleton, rows: Array, upper: Sequence[float]) -> model_pb2.ModelProto:
+    """The skeleton with ``T``, and rows (K, V + 1) that are at most ``upper`` (K,); nothing costs anything."""
+    width, first = len(skeleton.names) + 1, len(skeleton.row_names)
+    proto = model_pb2.ModelProto(name="strategies")
+    proto.variables.ids.extend(range(width))
+    proto.variables.lower_bounds.extend([0.0] * width)
+    proto.variables.upper_bounds.extend([1.0] * (width - 1) + [np.inf])
+    proto.variables.integers.extend([*skeleton.integers, False])
     proto.linear_constraints.ids.extend(range(first + len(rows)))
     proto.linear_constraints.lower_bounds.extend([lb for lb, _ in skeleton.row_bounds] + [-np.inf] * len(rows))
-    proto.linear_constraints.upper_bounds.extend([ub for _, ub in skeleton.row_bounds] + upper)
+    proto.linear_constraints.upper_bounds.extend([*(ub for _, ub in skeleton.row_bounds), *upper])
     fill_matrix(proto, skeleton.entries, rows, first)
     return proto
 

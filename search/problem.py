@@ -21,22 +21,19 @@ from hap.placement import GroupSizes, Shard, Sizes
 from hap.plan import Recomputed, Strategy
 from hap.rules.choices import Choices, replicated
 from hap.search.classes import Candidates, Classes, find_bundles, find_classes
-from hap.search.milp import make_skeleton
+from hap.search.milp import Skeleton, make_skeleton
 from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts
 from hap.search.ratios import Shares
 from hap.search.rounding import round_shares
 from hap.search.tables import Tables
-from hap.search.warm import WarmProgram
 
 KEPT = 8  # plans that the judge was asked about last
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes;
-    ``warm``: the programs that were solved (``milp.choose``), by whether parameters are gathered twice, and collectives
-    priced in their plainest form."""
+    """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes."""
 
     choices: Choices
     cluster: ClusterSpec
@@ -46,7 +43,7 @@ class Problem:
     classes: Classes
     fixed: Mapping[str, Sizes]
     bundles: tuple[tuple[str, ...], ...]
-    warm: dict[tuple[bool, bool], dict[object, WarmProgram]] = field(default_factory=dict, repr=False)
+    _skeletons: dict[bool, Skeleton] = field(default_factory=dict, repr=False)  # with what was solved last
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
     _prepared: dict[tuple[tuple[int, ...], bool], Prepared] = field(default_factory=dict, repr=False)
 
@@ -106,12 +103,15 @@ class Problem:
     def tables(self, regather: bool) -> Tables:
         """What the variables of the program pay for."""
         if regather not in self._tables:
-            names = frozenset(n.name for n in self.choices.graph.sources("parameter")) if regather else frozenset()
             same = {name: bundle[0] for bundle in self.bundles for name in bundle}
-            self._tables[regather] = Tables(
-                self.facts, make_skeleton(self.classes, regathered=names), same, pinned=bool(self.fixed)
-            )
+            self._tables[regather] = Tables(self.facts, self._skeleton(regather), same, pinned=bool(self.fixed))
         return self._tables[regather]
+
+    def _skeleton(self, regather: bool) -> Skeleton:
+        if regather not in self._skeletons:
+            names = frozenset(n.name for n in self.choices.graph.sources("parameter")) if regather else frozenset()
+            self._skeletons[regather] = make_skeleton(self.classes, regathered=names)
+        return self._skeletons[regather]
 
     def round(self, shares: Mapping[str, Shares], working: Sequence[float], storing: Sequence[float]) -> GroupSizes:
         """Sizes of every group: pinned, or rounded from its own shares, or from those of its kind."""

@@ -1,5 +1,5 @@
 """Programs and solutions as MathOpt's messages: no Python object per variable, row or status, which takes longer than
-many a solution. ``KeptSolver`` stays with one program whose objective changes."""
+many a solution. ``KeptSolver`` stays with one program whose objective and upper bounds change."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ class KeptSolver:
         self.cost = np.zeros(self.width)
         linear = proto.objective.linear_coefficients
         self.cost[list(linear.ids)] = list(linear.values)
+        self.upper = np.array(proto.variables.upper_bounds)
         self._solver = solver.new(kind, proto, parameters_pb2.SolverInitializerProto())
 
     def minimise(self, cost: Array) -> None:
@@ -72,6 +73,16 @@ class KeptSolver:
             update.objective_updates.linear_coefficients.ids.extend(changed.tolist())
             update.objective_updates.linear_coefficients.values.extend(cost[changed].tolist())
             assert self._solver.update(update), "an objective can be changed in place"
+
+    def limit(self, upper: Array) -> None:
+        """Other upper bounds (V,)."""
+        changed = np.flatnonzero(upper != self.upper)
+        self.upper = upper
+        if len(changed):
+            update = model_update_pb2.ModelUpdateProto()
+            update.variable_updates.upper_bounds.ids.extend(changed.tolist())
+            update.variable_updates.upper_bounds.values.extend(upper[changed].tolist())
+            assert self._solver.update(update), "bounds can be changed in place"
 
     def solve(self, parameters: parameters_pb2.SolveParametersProto, *, reduced: bool = False) -> Solution | None:
         """None where no feasible point was found. ``reduced``: with reduced costs, of a linear program."""

@@ -104,7 +104,7 @@ class Chooser:
                 barriers=barriers,
                 nodes=self.limits.nodes,
                 gap=MIP_GAP,
-                warm=self.problem.warm.setdefault((regather, plain), {}),
+                warm=True,
             )
         return self.solved[key]
 

@@ -2,9 +2,9 @@
 
 With barriers and while memory does not bind, sizes change the objective of ``milp`` alone. Its linear relaxation is
 nearly always integral (feasibility.md section 5), and then its optimum is the program's. So it is kept in a simplex
-solver (GLOP): the first solution is found from nothing, every later one from the basis of the one before. The dual
-simplex does both, without presolve, which would take longer than most solutions and hide the basis: half the seconds
-of primal steps from the last optimum.
+solver (GLOP): the first solution is found from nothing, every later one from the basis of the one before, for other
+sizes and where options are forced. The dual simplex does both, without presolve, which would take longer than most
+solutions and hide the basis: half the seconds of primal steps from the last optimum.
 
 Where a point is not integral, what is keeps its value and the rest is branched on: a small program, with an optimum U.
 If that costs no more than ``gap`` above the relaxation's L, which is below every choice, it is the optimum to that
@@ -17,9 +17,10 @@ the whole program it takes ten times as long.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
-from numpy.typing import NDArray
-from ortools.math_opt import model_pb2
+from ortools.math_opt import model_pb2, parameters_pb2
 
 from hap.fabric import Array
 from hap.search.protos import DUAL, HIGHS, OFF, KeptSolver, Solution, branching, seeded, solve_once
@@ -28,47 +29,51 @@ INTEGRAL = 1e-6  # a value this close to 0 or 1 is 0 or 1
 
 
 class WarmProgram:
-    """One set of rows and upper bounds; the objective changes from solution to solution. ``gap``: relative; ``nodes``:
-    of branch and bound, at most."""
+    """One set of rows; the objective and the upper bounds change from solution to solution."""
 
-    def __init__(self, proto: model_pb2.ModelProto, gap: float = 1e-6, nodes: int = 1000) -> None:
-        self.proto, self.gap, self.nodes = proto, gap, nodes
+    def __init__(self, proto: model_pb2.ModelProto) -> None:
+        self.proto = proto
         self.integers = np.array(proto.variables.integers, dtype=bool)
         relaxed = model_pb2.ModelProto()
         relaxed.CopyFrom(proto)
         relaxed.variables.integers[:] = [False] * len(self.integers)
         self.solver = KeptSolver(relaxed)
+        self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
 
-    def solve(self, cost: Array) -> Solution | None:
-        """The optimum for an objective (V,). None where there is none, or none that is found in this way."""
+    def solve(
+        self, cost: Array, upper: Array | None = None, *, gap: float = 1e-6, nodes: int = 1000
+    ) -> Solution | None:
+        """The optimum for an objective (V,) and upper bounds (V,), those of the program if there are no others. None
+        where there is none, or none that is found in this way. ``gap``: relative; ``nodes``: of branch and bound, at
+        most."""
+        upper = self.upper if upper is None else upper
+        self.solver.limit(upper)
         self.solver.minimise(cost)
         relaxed = self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF), reduced=True)
         if relaxed is None or not relaxed.is_optimal:
             return None
         between = np.minimum(np.abs(relaxed.values), np.abs(relaxed.values - 1)) > INTEGRAL
-        return self._completed(cost, relaxed, between) if (between & self.integers).any() else relaxed
-
-    def _completed(self, cost: Array, relaxed: Solution, between: NDArray[np.bool_]) -> Solution | None:
-        """The integral part of a point kept, the rest branched on; where that costs too much, the best of all."""
-        lower, upper = (np.array(b) for b in (self.proto.variables.lower_bounds, self.proto.variables.upper_bounds))
-        kept = np.flatnonzero(self.integers & ~between)
-        lower[kept] = upper[kept] = relaxed.values[kept].round()
-        found = self._branched(cost, lower, upper)
+        if not (between & self.integers).any():
+            return relaxed
+        kept = self.integers & ~between
+        whole, branch = relaxed.values.round(), partial(self._branched, cost, branching(gap, nodes))
+        found = branch(np.where(kept, whole, self.lower), np.where(kept, whole, upper))
         if found is None:
             return None
-        if found.objective - relaxed.objective <= self.gap * abs(found.objective):
+        if found.objective - relaxed.objective <= gap * abs(found.objective):
             return Solution(found.values, found.objective, relaxed.objective, relaxed.status)
         assert relaxed.reduced_costs is not None
-        lower, upper = (np.array(b) for b in (self.proto.variables.lower_bounds, self.proto.variables.upper_bounds))
         worth = found.objective - relaxed.objective + INTEGRAL * abs(found.objective)
-        upper[(upper == 1.0) & (relaxed.values < INTEGRAL) & (relaxed.reduced_costs > worth)] = 0.0
-        return self._branched(cost, lower, upper)
+        ruled_out = (upper == 1.0) & (relaxed.values < INTEGRAL) & (relaxed.reduced_costs > worth)
+        return branch(self.lower, np.where(ruled_out, 0.0, upper))
 
-    def _branched(self, cost: Array, lower: Array, upper: Array) -> Solution | None:
+    def _branched(
+        self, cost: Array, parameters: parameters_pb2.SolveParametersProto, lower: Array, upper: Array
+    ) -> Solution | None:
         """The best point between these bounds of the variables (V,)."""
         proto, used = model_pb2.ModelProto(), np.flatnonzero(cost)
         proto.CopyFrom(self.proto)
         proto.variables.lower_bounds[:], proto.variables.upper_bounds[:] = lower.tolist(), upper.tolist()
         proto.objective.linear_coefficients.ids[:] = used.tolist()
         proto.objective.linear_coefficients.values[:] = cost[used].tolist()
-        return solve_once(proto, HIGHS, branching(self.gap, self.nodes))
+        return solve_once(proto, HIGHS, parameters)

@@ -30,31 +30,30 @@ def test_the_same_objective_as_branching_from_nothing(seed: int) -> None:
     rng = random.Random(seed)
     devices = cluster((1, "1GB"), (2, "1GB"), (4, "1GB"), network=rng.choice(["50MB/s", "1GB/s", "20GB/s"]))
     problem = Problem.state(mlp(16, 16, 3), devices, "adamw", Pins())
-    tables, capacity, warm = problem.tables(False), np.full(3, 1e9), {}
+    tables, capacity = problem.tables(False), np.full(3, 1e9)
     first = problem.classes.of[problem.choices.graph.sources("parameter")[0].name]
     for number in range(6):
         prices = Prices(tables, sized(problem, rng), capacity)
         forced = {first: (0,)} if number % 2 else None
-        kept = choose(tables.skeleton, prices, forced=forced, barriers=True, warm=warm)
+        kept = choose(tables.skeleton, prices, forced=forced, barriers=True, warm=True)
         anew = choose(tables.skeleton, prices, forced=forced, barriers=True)
         assert kept is not None and anew is not None
         assert kept.objective_s == pytest.approx(anew.objective_s, rel=1e-6)
         assert (kept.variables, kept.rows, kept.status) == (anew.variables, anew.rows, anew.status)
         assert forced is None or kept.picks[first] == 0
-    assert len(warm) == 2
 
 
 def test_memory_is_asked_about_where_the_cheapest_does_not_fit() -> None:
     problem = Problem.state(mlp(16, 64, 2), cluster((1, "1GB"), (1, "1GB")), "adamw", Pins())
     tables, sizes = problem.tables(False), {n: round_shares([1, 1], g.n) for n, g in problem.choices.groups.items()}
-    roomy = choose(tables.skeleton, Prices(tables, sizes, np.full(2, 1e9)), barriers=True, warm={})
+    roomy = choose(tables.skeleton, Prices(tables, sizes, np.full(2, 1e9)), barriers=True, warm=True)
     assert roomy is not None
     found = Prices(tables, sizes, np.full(2, 1e9)).coefficients()
     picked = np.zeros(len(tables.skeleton.names))
     for terms, pick in zip(tables.skeleton.x, roomy.picks, strict=True):
         picked[terms[pick]] = 1.0
     tight = Prices(tables, sizes, np.full(2, 0.6 * (found.held_bytes @ picked).max()))
-    kept = choose(tables.skeleton, tight, barriers=True, warm={})
+    kept = choose(tables.skeleton, tight, barriers=True, warm=True)
     anew = choose(tables.skeleton, tight, barriers=True)
     assert kept == anew and kept is not None and kept.objective_s > roomy.objective_s
 
@@ -89,7 +88,7 @@ def test_a_point_between_is_not_taken() -> None:
 @pytest.mark.parametrize(("gap", "proved"), [(0.6, -1.5), (0.4, -1.0)])
 def test_a_point_between_is_completed_where_that_costs_little(gap: float, proved: float) -> None:
     """Half of each is worth 1.5, one alone 1, half of 1 less: near enough, or else everything is branched on."""
-    point = WarmProgram(program([-1.0, -1.0, -1.0], odd=True), gap).solve(np.array([-1.0, -1.0, -1.0]))
+    point = WarmProgram(program([-1.0, -1.0, -1.0], odd=True)).solve(np.array([-1.0, -1.0, -1.0]), gap=gap)
     assert point is not None and sorted(point.values.tolist()) == pytest.approx([0, 0, 1])
     assert (point.objective, point.bound) == pytest.approx((-1.0, proved))
 
@@ -125,6 +124,16 @@ def test_what_reduced_costs_rule_out_is_in_no_better_choice() -> None:
             assert (point.objective, point.bound) == pytest.approx((least, least))
             assert (held @ point.values >= enough).all() and point.values @ cost == pytest.approx(least)
     assert solved >= 15
+
+
+def test_upper_bounds_change_and_the_optimum_with_them() -> None:
+    """Either of the first two, and the third; without the first, without the third; and all of it again."""
+    cost = np.array([-3.0, -2.0, -1.0])
+    warm = WarmProgram(program([0.0, 0.0, 0.0], odd=False))
+    for upper, taken in (([1, 1, 1], [1, 0, 1]), ([0, 1, 1], [0, 1, 1]), ([1, 1, 0], [1, 0, 0]), (None, [1, 0, 1])):
+        point = warm.solve(cost, None if upper is None else np.array(upper, dtype=np.float64))
+        assert point is not None and point.values.tolist() == pytest.approx(taken)
+        assert point.objective == pytest.approx(cost @ taken) == point.bound
 
 
 def test_the_objective_changes_and_the_optimum_with_it() -> None:

@@ -12,7 +12,7 @@ what does. Each conversion takes the fastest decomposition; ``sequence`` says in
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +21,7 @@ from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
 from hap.cost_models.collective import Forms
 from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeModel
-from hap.cost_models.fold import Cluster, fold
+from hap.cost_models.fold import Cluster, FoldedCluster, Folds
 from hap.cost_models.memory import MemoryUse, Walk, local_bytes, optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_order, repeats
 from hap.cost_models.profile import MeasuredDevice
@@ -118,10 +118,18 @@ class Evaluator:
     optimizer: str
     calls: Calls
     model: ComputeModel = DEFAULT_MODEL
+    _folded: dict[tuple[int, ...], Forms] = field(default_factory=dict, repr=False)
 
     @cached_property
     def forms(self) -> Forms:
         return Forms(self.cluster)
+
+    @cached_property
+    def folds(self) -> Folds:
+        return Folds(self.cluster)
+
+    def _forms(self, folded: FoldedCluster) -> Forms:
+        return self._folded.setdefault(folded.of, Forms(folded))
 
     @cached_property
     def order(self) -> tuple[Node, ...]:
@@ -155,10 +163,10 @@ class Evaluator:
     def at_sizes(self, prepared: Prepared, sizes: GroupSizes) -> Evaluation:
         """Ranks that are alike and hold alike are asked about once."""
         sizes = {group: sizes[group] for group in prepared.groups}
-        folded = fold(self.cluster, dict.fromkeys(sizes.values()))
+        folded = self.folds.find(dict.fromkeys(sizes.values()))
         if folded is None:
             return self._evaluate(prepared, sizes, self.cluster, self.forms)
-        found = self._evaluate(prepared, folded.take(sizes), folded, Forms(folded))
+        found = self._evaluate(prepared, folded.take(sizes), folded, self._forms(folded))
         return replace(
             found,
             compute_s=folded.spread(found.compute_s),

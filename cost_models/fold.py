@@ -10,7 +10,7 @@ those of the whole cluster, to rounding; only which ranges of one dim overlap is
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -134,6 +134,19 @@ class FoldedCluster:
 
 
 Cluster = ClusterSpec | FoldedCluster
+
+
+@dataclass(frozen=True, eq=False)
+class Folds:
+    """The ways in which one cluster was folded, each once, with all that was found of it."""
+
+    cluster: ClusterSpec
+    _known: dict[tuple[int, ...], FoldedCluster] = field(default_factory=dict, repr=False)
+
+    def find(self, labels: Iterable[Sequence[Hashable]] = ()) -> FoldedCluster | None:
+        """See ``fold``."""
+        found = fold(self.cluster, labels)
+        return None if found is None else self._known.setdefault(found.of, found)
 
 
 def fold(cluster: ClusterSpec, labels: Iterable[Sequence[Hashable]] = ()) -> FoldedCluster | None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ from hap.codegen.program import Call, Convert, Instruction, Program, Start, Toge
 from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
 from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.evaluate import update_seconds
-from hap.cost_models.fold import Cluster, fold
+from hap.cost_models.fold import Cluster
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue, Timeline, play
@@ -155,26 +155,27 @@ class _Stopwatch:
         """As ``played`` of the plan's program has it."""
         known = self.chooser.played
         if (key := _key(found)) not in known:
-            known[key] = self._play(found)
+            known[key] = played_s(self.problem, found)
         return known[key]
 
-    def _play(self, found: Found) -> float:
-        problem, graph = self.problem, self.problem.choices.graph
-        used = used_groups(found.strategies.values())
-        sizes = {name: tuple(found.sizes[name]) for name in used}
-        groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
-        ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
-        program = draft(graph, groups, problem.world_size, found.strategies, ways)
-        program = replace(program, recomputed=found.repeated)
-        rewritten = run_passes(program, standard_passes(choose=self._chooser(sizes)), verify=False).program
-        folded = fold(problem.cluster, dict.fromkeys(sizes.values()))
-        cluster, here = (problem.cluster, sizes) if folded is None else (folded, folded.take(sizes))
-        events = _Events(graph, found.strategies, problem.optimizer, rewritten, cluster, here, problem.facts.calls)
-        return _step_s(events.all(), cluster.world_size)
 
-    def _chooser(self, sizes: GroupSizes) -> Callable[[Convert, int], str]:
-        forms = self.problem.facts.evaluator.forms
-        return lambda largest, nbytes: forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)[0]
+def played_s(problem: Problem, found: Found) -> float:
+    """The step in seconds of the plan's program as it is run: as ``played`` has it, to rounding, and quicker."""
+    graph, evaluator = problem.choices.graph, problem.facts.evaluator
+    sizes = {name: tuple(found.sizes[name]) for name in used_groups(found.strategies.values())}
+    groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
+    ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
+    program = draft(graph, groups, problem.world_size, found.strategies, ways)
+    program = replace(program, recomputed=found.repeated)
+
+    def choose(largest: Convert, nbytes: int) -> str:
+        return evaluator.forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)[0]
+
+    rewritten = run_passes(program, standard_passes(choose=choose), verify=False).program
+    folded = evaluator.folds.find(dict.fromkeys(sizes.values()))
+    cluster, here = (problem.cluster, sizes) if folded is None else (folded, folded.take(sizes))
+    events = _Events(graph, found.strategies, problem.optimizer, rewritten, cluster, here, problem.facts.calls)
+    return _step_s(events.all(), cluster.world_size)
 
 
 def are_alike(one: Found, other: Found) -> bool:

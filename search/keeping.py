@@ -30,9 +30,9 @@ from hap.cost_models.memory import local_bytes
 from hap.plan import Recomputed, Strategy
 from hap.search.blocks import LEVELS
 from hap.search.found import Found, best_of
-from hap.search.judge import TIE
+from hap.search.judge import TIE, played_s
 from hap.search.problem import Problem
-from hap.search.recompute import after_steps, blocks_of, played_s, steps_of
+from hap.search.recompute import after_steps, blocks_of, steps_of
 
 if TYPE_CHECKING:
     from hap.search.planner import Search

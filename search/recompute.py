@@ -14,20 +14,17 @@ gathers more to save memory. The best of those is played as the others were, and
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hap.codegen.lowering import lower
 from hap.conversion import find_needs
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
 from hap.errors import InfeasibleError
 from hap.plan import Recomputed
-from hap.search.assemble import assemble_plan
 from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, best_of, overflow_bytes
-from hap.search.judge import TIE, finest, played
+from hap.search.judge import TIE, finest, played_s
 from hap.search.limits import LIMITS, Limits
 from hap.search.problem import Problem
 from hap.search.refine import reshare
@@ -178,17 +175,3 @@ def _is_crowded(problem: Problem) -> bool:
     share = 1.0 / problem.whole_s
     share = share / share.sum()
     return bool((share * plain > room).any() and (share * least <= room).all())
-
-
-def played_s(problem: Problem, found: Found) -> float:
-    """The step of the plan's program as it is run."""
-    graph = problem.choices.graph
-    make = partial(assemble_plan, problem.choices, problem.cluster, found.strategies, found.sizes, found.evaluation)
-    plan = make(
-        optimizer=problem.optimizer,
-        model_name=graph.name,
-        lower_bound_s=None,
-        solver={},
-        recomputed=found.recomputed,
-    )
-    return played(graph, plan, lower(graph, plan), problem.cluster).step_s

@@ -21,7 +21,7 @@ from hap.conversion import collective_kind
 from hap.cost_models.collective import collective_coefficients, shares
 from hap.cost_models.compute import ComputeTable, Parts
 from hap.cost_models.evaluate import UpdateTable
-from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers, fold
+from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers
 from hap.cost_models.memory import local_bytes
 from hap.fabric import Array
 from hap.graph import Value
@@ -210,15 +210,14 @@ class Prices:
     def holding(self, capacity_bytes: Array) -> Prices:
         """The same where each rank may hold so much; nothing else is priced anew where alike ranks stay alike."""
         other = replace(self, capacity_bytes=capacity_bytes)
-        if self.folded is None and other.folded is None and self.ranks == other.ranks:
-            room = capacity_bytes[list(self.ranks)]
-            other.__dict__["_coefficients"] = self._coefficients._replace(capacity_bytes=room)
+        if self.folded is other.folded and self.ranks == other.ranks:
+            other.__dict__["_coefficients"] = self._coefficients._replace(capacity_bytes=other.capacity)
         return other
 
     @cached_property
     def folded(self) -> FoldedCluster | None:
         """Ranks that are alike and hold alike once each, if there are many."""
-        return fold(self.facts.cluster, [self.capacity_bytes.tolist(), *dict.fromkeys(self.sizes.values())])
+        return self.facts.evaluator.folds.find([self.capacity_bytes.tolist(), *dict.fromkeys(self.sizes.values())])
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -231,9 +230,7 @@ class Prices:
 
     @cached_property
     def wires(self) -> Wires:
-        if self.folded is None and not self.plain:
-            return self.facts.wires
-        return Wires(self.cluster, self.plain)
+        return self.facts.wires.of(self.cluster, plain=self.plain)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -245,6 +242,12 @@ class Prices:
         for d in self.facts.cluster.devices:
             kinds.setdefault((device_numbers(d), float(self.capacity_bytes[d.rank]), sizes[d.rank].tobytes()), d.rank)
         return tuple(kinds.values())
+
+    @cached_property
+    def capacity(self) -> Array:
+        """What one rank of every kind may hold."""
+        by_rank = self.capacity_bytes if self.folded is None else self.capacity_bytes[list(self.folded.first)]
+        return by_rank[list(self.ranks)]
 
     def coefficients(self) -> Coefficients:
         return self._coefficients
@@ -259,8 +262,7 @@ class Prices:
         held = np.array([t.held.sum(kept[0], payers, m) + t.copies.sum(kept[1], payers, m) for m in range(MOMENTS)])
         together_s = t.conversions.sum(together[:, None], payers)[0]
         spread = [t.of_variables(a) for a in (together_s, compute, held)]
-        capacity = self.capacity_bytes if self.folded is None else self.capacity_bytes[list(self.folded.first)]
-        return Coefficients(spread[0], spread[1], spread[2], capacity[ranks])
+        return Coefficients(spread[0], spread[1], spread[2], self.capacity)
 
     def _calls_s(self) -> Array:
         """(calls, N)."""

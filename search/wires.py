@@ -196,6 +196,14 @@ class Wires:
     plain: bool = False
     _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
+    _others: dict[tuple[tuple[int, ...], bool], Wires] = field(default_factory=dict, repr=False)
+
+    def of(self, cluster: Cluster, *, plain: bool) -> Wires:
+        """Those of this cluster, or of one that it is folded to; the same every time."""
+        key = (cluster.of if isinstance(cluster, FoldedCluster) else (), plain)
+        if cluster is self.cluster and plain == self.plain:
+            return self
+        return self._others.setdefault(key, Wires(cluster, plain))
 
     def names(self, kind: Collective) -> tuple[str, ...]:
         if kind not in self._names:

@@ -183,8 +183,9 @@ class Search:
             best = self._try(starts[1:], best, regather=True)
         elif not regather and _is_nearly_full(best):
             best = self._rounds(best.sizes, best.left_out, best, regather=True)
-        if best is not None:
+        if best is not None and best.fits:
             best = deal_out_inputs(self.chooser, without_barriers(self.chooser, best))
+        if best is not None:
             best = polish(self.problem, best, self.limits)
         if best is None or not best.fits:
             closest = None if best is None else best.evaluation

@@ -42,13 +42,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from ortools.math_opt import model_pb2
+from ortools.math_opt import model_pb2, solution_pb2
 
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import Partial, Placement
 from hap.search.classes import Classes, Slot, ValueClass
-from hap.search.protos import HIGHS, Solution, branching, fill_matrix, solve_once
+from hap.search.protos import HIGHS, Solution, branching, fill_matrix, solve_once, with_rows
 from hap.search.warm import WarmProgram
 
 if TYPE_CHECKING:
@@ -243,7 +243,8 @@ def choose(
     for limited in (False, True) if unlimited is None else (True,):
         proto = _priced(skeleton, found, barriers, limited)
         proto.variables.upper_bounds[:] = upper.tolist()
-        solved = _solved(proto, gap, nodes)
+        start = None if unlimited is None else skeleton.kept.solver.basis
+        solved = _solved(skeleton, proto, start, gap, nodes)
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
@@ -251,11 +252,16 @@ def choose(
     raise AssertionError("what is limited is taken as it is")
 
 
-def _solved(proto: model_pb2.ModelProto, gap: float, nodes: int) -> Solution | None:
-    """By the linear relaxation and what it leaves open; where that comes to nothing, by branching on everything."""
+def _solved(
+    skeleton: Skeleton, proto: model_pb2.ModelProto, start: solution_pb2.BasisProto | None, gap: float, nodes: int
+) -> Solution | None:
+    """By the linear relaxation and what it leaves open; where that comes to nothing, by branching on everything.
+    ``start``: the basis of its optimum without device rows."""
     cost, linear = np.zeros(len(proto.variables.ids)), proto.objective.linear_coefficients
     cost[list(linear.ids)] = list(linear.values)
-    found = WarmProgram(proto).solve(cost, gap=gap, nodes=nodes)
+    first = len(skeleton.row_names)
+    begin = None if start is None else with_rows(start, first, len(proto.linear_constraints.ids) - first)
+    found = WarmProgram(proto).solve(cost, start=begin, gap=gap, nodes=nodes)
     return solve_once(proto, HIGHS, branching(gap, nodes)) if found is None else found
 
 

@@ -62,6 +62,7 @@ class KeptSolver:
         linear = proto.objective.linear_coefficients
         self.cost[list(linear.ids)] = list(linear.values)
         self.upper = np.array(proto.variables.upper_bounds)
+        self.basis: solution_pb2.BasisProto | None = None  # of the last solution of a linear program
         self._solver = solver.new(kind, proto, parameters_pb2.SolverInitializerProto())
 
     def minimise(self, cost: Array) -> None:
@@ -84,8 +85,15 @@ class KeptSolver:
             update.variable_updates.upper_bounds.values.extend(upper[changed].tolist())
             assert self._solver.update(update), "bounds can be changed in place"
 
-    def solve(self, parameters: parameters_pb2.SolveParametersProto, *, reduced: bool = False) -> Solution | None:
-        """None where no feasible point was found. ``reduced``: with reduced costs, of a linear program."""
+    def solve(
+        self,
+        parameters: parameters_pb2.SolveParametersProto,
+        *,
+        reduced: bool = False,
+        start: solution_pb2.BasisProto | None = None,
+    ) -> Solution | None:
+        """None where no feasible point was found. ``reduced``: with reduced costs, of a linear program; ``start``: the
+        basis to begin from."""
         wanted = model_parameters_pb2.ModelSolveParametersProto()
         wanted.variable_values_filter.skip_zero_values = True
         wanted.dual_values_filter.filter_by_ids = True  # nothing of them is read
@@ -93,8 +101,11 @@ class KeptSolver:
             wanted.reduced_costs_filter.skip_zero_values = True
         else:
             wanted.reduced_costs_filter.filter_by_ids = True
+        if start is not None:
+            wanted.initial_basis.CopyFrom(start)
         registration = callback_pb2.CallbackRegistrationProto()
         result = self._solver.solve(parameters, wanted, None, registration, None, None)
+        self.basis = next((s.basis for s in result.solutions if s.HasField("basis")), None)
         return _solution(result, self.width)
 
 
@@ -103,6 +114,15 @@ def solve_once(
 ) -> Solution | None:
     """None where no feasible point was found."""
     return KeptSolver(proto, kind).solve(seeded() if parameters is None else parameters)
+
+
+def with_rows(basis: solution_pb2.BasisProto, first: int, count: int) -> solution_pb2.BasisProto:
+    """The same where so many more rows hold with room to spare, from row ``first`` on."""
+    found = solution_pb2.BasisProto()
+    found.CopyFrom(basis)
+    found.constraint_status.ids.extend(range(first, first + count))
+    found.constraint_status.values.extend([solution_pb2.BASIS_STATUS_BASIC] * count)
+    return found
 
 
 def fill_matrix(

@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from ortools.math_opt import model_pb2, parameters_pb2
+from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
 
 from hap.fabric import Array
 from hap.search.protos import DUAL, HIGHS, OFF, KeptSolver, Solution, branching, seeded, solve_once
@@ -41,15 +41,21 @@ class WarmProgram:
         self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
 
     def solve(
-        self, cost: Array, upper: Array | None = None, *, gap: float = 1e-6, nodes: int = 1000
+        self,
+        cost: Array,
+        upper: Array | None = None,
+        *,
+        start: solution_pb2.BasisProto | None = None,
+        gap: float = 1e-6,
+        nodes: int = 1000,
     ) -> Solution | None:
         """The optimum for an objective (V,) and upper bounds (V,), those of the program if there are no others. None
-        where there is none, or none that is found in this way. ``gap``: relative; ``nodes``: of branch and bound, at
-        most."""
+        where there is none, or none that is found in this way. ``start``: a basis to begin from; ``gap``: relative;
+        ``nodes``: of branch and bound, at most."""
         upper = self.upper if upper is None else upper
         self.solver.limit(upper)
         self.solver.minimise(cost)
-        relaxed = self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF), reduced=True)
+        relaxed = self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF), reduced=True, start=start)
         if relaxed is None or not relaxed.is_optimal:
             return None
         between = np.minimum(np.abs(relaxed.values), np.abs(relaxed.values - 1)) > INTEGRAL

@@ -55,7 +55,8 @@ def _from_here(chooser: Chooser, found: Found, seconds: float) -> Iterator[Found
         if chosen is None or chosen.cost > (0, found.cost[1] * BEHIND):
             continue
         better = min(chosen, reshare(chooser.problem, chosen), key=lambda f: f.cost)
-        if not are_alike(better, found) and max(better.evaluation.compute_s) * LEANEST < seconds:
+        same = are_alike(better, found) and not plain  # the other form's ways differ in what they leave to overlap
+        if not same and max(better.evaluation.compute_s) * LEANEST < seconds:
             yield better
 
 

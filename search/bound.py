@@ -29,7 +29,8 @@ import numpy as np
 from ortools.math_opt.python import mathopt
 
 from hap.cluster import ClusterSpec
-from hap.cost_models.compute import parts_coefficients, parts_seconds
+from hap.cost_models.compute import parts_seconds
+from hap.cost_models.floors import floor_line, floor_slope
 from hap.fabric import Array
 from hap.hosts import Device
 from hap.placement import Shard
@@ -118,9 +119,15 @@ def device_classes(cluster: ClusterSpec) -> tuple[tuple[Device, ...], tuple[int,
     """One device of every kind that computes alike, and how many there are of each."""
     kinds: dict[object, list[Device]] = {}
     for d in cluster.devices:
-        numbers = (tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s)
-        kinds.setdefault(numbers, []).append(d)
+        kinds.setdefault(computes_like(d), []).append(d)
     return tuple(same[0] for same in kinds.values()), tuple(len(same) for same in kinds.values())
+
+
+def computes_like(device: Device) -> object:
+    """Equal for devices that compute alike. A measured one is like no other."""
+    if type(device) is not Device:
+        return device.rank
+    return tuple(device.tflops.items()), device.memory_bandwidth_bytes_per_s, device.launch_s
 
 
 def make_bound(facts: Facts) -> Bound:
@@ -139,12 +146,12 @@ def node_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Dev
     if facts.graph.by_name[name].is_source:
         return _update_line(facts, name, strategy, devices)
     parts = facts.parts(name, strategy)
-    if parts.group is None or parts.idle_when_empty:
-        whole = tuple(parts_seconds(parts, 1.0, d) for d in devices)
-        nothing = (0.0,) * len(devices)
-        return Line(whole, nothing) if parts.group is None else Line(nothing, whole)
-    even = 1.0 / facts.cluster.world_size
-    pairs = [parts_coefficients(parts, d, at_share=even) for d in devices]
+    nothing = (0.0,) * len(devices)
+    if parts.group is None:
+        return Line(tuple(parts_seconds(parts, 1.0, d) for d in devices), nothing)
+    if parts.idle_when_empty:
+        return Line(nothing, tuple(floor_slope(parts, d) for d in devices))
+    pairs = [floor_line(parts, d, at_share=1.0 / facts.cluster.world_size) for d in devices]
     return Line(tuple(p[0] for p in pairs), tuple(p[1] for p in pairs))
 
 

@@ -73,12 +73,12 @@ class Tried:
 
     def nest(self) -> None:
         """The smaller clusters are tried, too. PlanError where shares are pinned to ranks, or devices were measured: of
-        these no bound is proved."""
+        all of them together it was measured what collectives take."""
         search = self.searches[0]
         problem = search.problem
         if problem.pins.sizes or problem.pins.ratios is not None:
             raise PlanError("shares are pinned to ranks; no device can be left out of the plan")
-        if type(problem.cluster) is not ClusterSpec or search.bound_s is None:
+        if type(problem.cluster) is not ClusterSpec:
             raise PlanError("devices that were measured cannot be left out of the plan; name fewer in the cluster file")
         for ranks in slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()):
             self.ranks.append(ranks)
@@ -98,7 +98,6 @@ class Tried:
         ranks, whole = self.ranks[number], self.searches[0]
         if not ranks:
             return None
-        assert whole.bound_s is not None
         devices, all_of_them = [whole.problem.cluster.devices[r] for r in ranks], self.planned.get(0)
         return LeftOut(
             ranks,
@@ -142,9 +141,9 @@ class Tried:
         if number in self.seen:
             likely_s = LIKELY * self.seen[number]
         elif (self.glanced or self.planned) and not self.is_played:
-            likely_s = _bound_s(self.searches[number])  # with nothing overlapped no step is shorter
+            likely_s = self.searches[number].bound_s  # with nothing overlapped no step is shorter
         else:
-            likely_s = OVERLAP * (self.glanced[number] if number in self.glanced else _bound_s(self.searches[number]))
+            likely_s = OVERLAP * (self.glanced[number] if number in self.glanced else self.searches[number].bound_s)
         return max(self.compute_s(number), likely_s)
 
 
@@ -154,17 +153,17 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     unfit: list[int] = []  # at first glance
     numbers = list(range(len(tried.searches)))
     if len(tried.searches[0].problem.choices.graph.nodes) > MOST_NODES:  # a glance takes longer than all the bounds
-        numbers.sort(key=lambda n: (_bound_s(tried.searches[n]), n))
+        numbers.sort(key=lambda n: (tried.searches[n].bound_s, n))
     for number in numbers:
         shortest_s = min(tried.glanced.values(), default=np.inf)
-        if tried.compute_s(number) >= shortest_s or _bound_s(tried.searches[number]) >= shortest_s:
+        if tried.compute_s(number) >= shortest_s or tried.searches[number].bound_s >= shortest_s:
             continue
         if not tried.glance(number):
             unfit.append(number)
     whole_s = tried.glanced.get(0, np.inf)
     promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None
-    unfit.sort(key=lambda n: (_bound_s(tried.searches[n]), n))
+    unfit.sort(key=lambda n: (tried.searches[n].bound_s, n))
     promising.sort(key=lambda n: (tried.known_s(n), n))
     for number in [*unfit, *promising]:  # a glance tells least of the unfit, and what they come to may rule out others
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
@@ -179,26 +178,18 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         raise why
 
 
-def _bound_s(search: Search) -> float:
-    assert search.bound_s is not None
-    return search.bound_s
-
-
-def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float | None:
+def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float:
     """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised case by case where
     it is neither near that nor far from it, as long as it is the least. No bound is asked for that computing alone
     shows not to be it."""
     rough = {i for i, one in enumerate(tried) if "bound_s" not in one.__dict__ and len(tried) > 1}
-    bounds = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
-    known = [b for b in bounds if b is not None]
-    if len(known) < len(bounds):
-        return min(known, default=None)
+    known = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
     left = {i for i, one in enumerate(tried) if len(one.problem.choices.graph.nodes) <= MOST_NODES}
     while True:
         least = min(range(len(known)), key=known.__getitem__)
         if least in rough:
             rough.remove(least)
-            known[least] = _bound_s(tried[least])
+            known[least] = tried[least].bound_s
         elif step_s is None or least not in left or not FAR * step_s <= known[least] < (1 - NEAR) * step_s:
             return known[least]
         else:

@@ -22,7 +22,7 @@ import numpy as np
 from hap.graph import Value
 from hap.placement import parse_placement
 from hap.plan import Plan
-from hap.search.bound import best_weights, device_classes, make_bound
+from hap.search.bound import best_weights, computes_like, device_classes, make_bound
 from hap.search.prices import Facts
 from hap.search.relaxation import Relaxation, lower_bound
 
@@ -45,11 +45,8 @@ def gap_terms(facts: Facts, plan: Plan) -> GapTerms | None:
     weights = best_weights(make_bound(facts))
     relaxed = Relaxation(facts, weights)
     kinds, _ = device_classes(facts.cluster)
-    numbers = [(tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s) for d in kinds]
-    of = [
-        numbers.index((tuple(d.tflops.items()), d.memory_bandwidth_bytes_per_s, d.launch_s))
-        for d in facts.cluster.devices
-    ]
+    numbers = [computes_like(d) for d in kinds]
+    of = [numbers.index(computes_like(d)) for d in facts.cluster.devices]
     weighted = float(relaxed.weight[of] @ np.array(p.compute_s))
     compute = sum(relaxed.node_s(name, facts.candidates[name].index(plan.strategy(name))) for name in plan.strategies)
     wire, slices = 0.0, 0.0

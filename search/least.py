@@ -15,6 +15,7 @@ from ortools.math_opt.python import mathopt
 
 from hap.cost_models.collective import Stage, candidates, collective_coefficients
 from hap.cost_models.fold import fold
+from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
 from hap.placement import REPLICATE, Placement, Shard
 from hap.plan import Collective
@@ -28,16 +29,37 @@ _SHARD = Shard(0, 1, 1, 1, "any")
 
 @dataclass(eq=False)
 class Least:
-    """The least seconds of collectives on one cluster, joined by lines between the sizes of ``GRID``: the seconds for
-    given weights are straight between kinks at which they bend down, or at a size of the grid."""
+    """The least seconds of collectives on one cluster. Where none was measured, joined by lines between the sizes of
+    ``GRID``: the seconds for given weights are straight between kinks at which they bend down, or at a size of the
+    grid."""
 
     facts: Facts
     _curves: dict[Collective, list[float]] = field(default_factory=dict)
+    _measured: dict[tuple[Collective, int], float] = field(default_factory=dict)
+    _weights: dict[tuple[Collective, str], list[Array]] = field(default_factory=dict)
 
     def seconds(self, kind: Collective, nbytes: int) -> float:
+        if isinstance(self.facts.cluster, CalibratedCluster):
+            return self._as_measured(kind, nbytes)
         if kind not in self._curves:
             self._curves[kind] = self._curve(kind)
         return float(np.interp(nbytes, GRID, self._curves[kind]))
+
+    def _as_measured(self, kind: Collective, nbytes: int) -> float:
+        """At just this size, as what was measured of a collective may bend anywhere; with weights found once."""
+        if (kind, nbytes) in self._measured:
+            return self._measured[kind, nbytes]
+        cluster, found = self.facts.cluster, list[float]()
+        source, target = _ends(kind)
+        classes = RankClasses.find(cluster)
+        for name in candidates(kind, cluster):
+            form = collective_coefficients(kind, name, nbytes, source, target, cluster)
+            stages = [s for s in form.stages if kind != "all_to_all" or s.in_memory]
+            if (kind, name) not in self._weights:
+                self._weights[kind, name] = [row_weights(s, classes) for s in stages]
+            weighed = zip(stages, self._weights[kind, name], strict=True)
+            found.append(form.constant_s + sum(stage_least_s(s, w) for s, w in weighed))
+        return self._measured.setdefault((kind, nbytes), min(found))
 
     def _curve(self, kind: Collective) -> list[float]:
         """The least over all decompositions at every size of the grid: a minimum of lines bends down.
@@ -46,9 +68,7 @@ class Least:
         on shares: of many ranks it is asked of kinds of devices.
         """
         cluster = self.facts.cluster
-        other = replace(_SHARD, dim=1)
-        source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
-        target: Placement = other if kind in ("reduce_scatter", "all_to_all") else REPLICATE
+        source, target = _ends(kind)
         classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
         curves = []
         for name in candidates(kind, cluster):
@@ -58,6 +78,13 @@ class Least:
             constants = [collective_coefficients(kind, name, b, source, target, kinds).constant_s for b in GRID]
             curves.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
         return [min(column) for column in zip(*curves, strict=True)]
+
+
+def _ends(kind: Collective) -> tuple[Placement, Placement]:
+    """A source and a target of such a collective."""
+    source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
+    target: Placement = replace(_SHARD, dim=1) if kind in ("reduce_scatter", "all_to_all") else REPLICATE
+    return source, target
 
 
 def stage_least_s(stage: Stage, weights: Array) -> float:

@@ -19,7 +19,6 @@ from typing import Any
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.garbage import uncollected
-from hap.hosts import Device
 from hap.placement import GroupSizes
 from hap.plan import Plan
 from hap.rules.choices import Choices
@@ -152,15 +151,12 @@ class Search:
         self._first: tuple[Found | None] | None = None
 
     @cached_property
-    def bound_s(self) -> float | None:
-        lower = lower_bound(self.problem.facts)
-        return None if lower is None else lower.seconds
+    def bound_s(self) -> float:
+        return lower_bound(self.problem.facts).seconds
 
     @cached_property
-    def floor_s(self) -> float | None:
+    def floor_s(self) -> float:
         """Like ``bound_s``, of computing alone: found more quickly."""
-        if any(type(d) is not Device for d in self.problem.cluster.devices):
-            return None
         bound = make_bound(self.problem.facts)
         return bound.seconds(best_weights(bound)) if bound.menus else 0.0
 
@@ -214,7 +210,7 @@ class Search:
             if best is not None and best.fits:
                 if self.starts >= self.limits.starts:
                     break
-                if best.cost[1] * (1 - CLOSE) <= (self.bound_s or 0.0):
+                if best.cost[1] * (1 - CLOSE) <= self.bound_s:
                     break
                 if is_hopeless(self.problem, start, best.cost[1]):
                     continue
@@ -252,7 +248,7 @@ class Search:
         where = f"start {self.starts}, round {self.rounds}"
         if best is None or not best.fits:
             return f"{where}, nothing fits yet"
-        gap = "" if not self.bound_s else f", at most {1 - self.bound_s / best.cost[1]:.1%} from the best"
+        gap = f", at most {1 - self.bound_s / best.cost[1]:.1%} from the best"
         return f"{where}, step {format_time(best.cost[1])}{gap}"
 
     def statistics(self, best: Found) -> dict[str, Any]:

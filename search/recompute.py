@@ -154,7 +154,7 @@ def _state_fits(problem: Problem) -> bool:
 def _may_gain(search: Search, best: Found) -> bool:
     """Whether memory may be what keeps ``best`` from being clearly faster, and it is not too dear to ask."""
     small = len(search.problem.choices.graph.nodes) <= MOST_NODES
-    near = search.bound_s is not None and best.cost[1] * (1 - WORTH) <= search.bound_s
+    near = best.cost[1] * (1 - WORTH) <= search.bound_s
     return small and not near and (_is_full(best) or _is_crowded(search.problem))
 
 

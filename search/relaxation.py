@@ -47,9 +47,9 @@ from ortools.math_opt import model_pb2
 from hap.conversion import collective_kind
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_parts
+from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.work import is_view
 from hap.graph import Value
-from hap.hosts import Device
 from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.search.bound import Line, best_weights, device_classes, line_seconds, make_bound, node_line
 from hap.search.classes import RADIUS, Read, find_colours, find_reads
@@ -71,21 +71,27 @@ class LowerBound:
     variables: int
 
 
-def lower_bound(facts: Facts) -> LowerBound | None:
-    """The bound. None where nothing is proved: a measured device has no roofline."""
-    if any(type(d) is not Device for d in facts.cluster.devices):
-        return None
+def lower_bound(facts: Facts) -> LowerBound:
+    """The bound."""
     separate = make_bound(facts)
     if not separate.menus:
         return LowerBound(0.0, 0.0, 0)
     weights = best_weights(separate)
-    compute_s = separate.seconds(weights)
+    around_s = _around_s(facts, weights)
+    compute_s = separate.seconds(weights) + around_s
     if facts.cluster.world_size == 1:
         return LowerBound(compute_s, compute_s, 0)
-    found = joint_bound(facts, weights)
-    joint, variables = found
-    seconds = compute_s if joint is None else max(compute_s, joint * (1 - SAFETY))
+    joint, variables = joint_bound(facts, weights)
+    seconds = compute_s if joint is None else max(compute_s, (joint + around_s) * (1 - SAFETY))
     return LowerBound(seconds, compute_s, variables)
+
+
+def _around_s(facts: Facts, weights: Sequence[float]) -> float:
+    """What a step takes beside its calls, where that was measured, by these weights of the kinds of devices."""
+    devices, counts = device_classes(facts.cluster)
+    many = np.array(weights) * counts
+    own = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in devices]
+    return float(many @ np.array(own) / many.sum())
 
 
 def joint_bound(facts: Facts, weights: Sequence[float]) -> tuple[float | None, int]:

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hap.conversion import collective_kind
-from hap.cost_models.collective import collective_coefficients, shares
+from hap.cost_models.collective import shares
 from hap.cost_models.compute import ComputeTable, Parts
 from hap.cost_models.evaluate import UpdateTable
 from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers
 from hap.cost_models.memory import local_bytes
 from hap.fabric import Array
 from hap.graph import Value
-from hap.placement import GroupSizes, Placement, Shard
+from hap.placement import GroupSizes, Placement, Shard, Sizes
 from hap.plan import Collective
 from hap.search.milp import ConversionPayer, NodePayer, Skeleton
 from hap.search.prices import MOMENTS, Facts
@@ -109,6 +109,10 @@ class Tables:
                     self._node(number, members, payer.option)
             else:
                 self._conversions(number, payer)
+        self.by_kind: dict[Collective, list[tuple[int, _Conversion]]] = {}  # with their numbers
+        for i, c in enumerate(self.conversions.numbers):
+            assert isinstance(c, _Conversion)
+            self.by_kind.setdefault(collective_kind(c.source, c.target), []).append((i, c))
         payer, self.variable = np.array(
             [(i, v) for i, p in enumerate(self.skeleton.payers) for v in p.variables], dtype=np.int64
         ).T
@@ -294,35 +298,41 @@ class Prices:
 
     def _conversions_s(self) -> tuple[Array, Array]:
         """Of every distinct conversion: seconds of all together (C,), seconds of each rank (C, N)."""
-        n, conversions = self.cluster.world_size, self.tables.conversions.numbers
-        together, slices = np.zeros(len(conversions)), np.zeros((len(conversions), n))
-        alike: dict[object, dict[int, list[int]]] = {}
-        first: dict[object, _Conversion] = {}
-        for i, c in enumerate(conversions):
-            assert isinstance(c, _Conversion)
-            kind = collective_kind(c.source, c.target)
-            if kind == "slice":
-                form = collective_coefficients("slice", "local", c.nbytes, c.source, c.target, self.cluster)
-                slices[i] = form.stages[0].rows(shares(c.source, self.here, n), shares(c.target, self.here, n))
-                continue
-            key = (kind, self._with_sizes(c.source, kind), self._with_sizes(c.target, kind))
-            first.setdefault(key, c)
-            alike.setdefault(key, {}).setdefault(c.nbytes, []).append(i)
-        by_kind: dict[Collective, list[object]] = {}
-        for same, c in first.items():
-            by_kind.setdefault(collective_kind(c.source, c.target), []).append(same)
-        for kind, several in by_kind.items():
-            wanted = [
-                Wanted(np.array(sorted(alike[same]), dtype=np.float64), first[same].source, first[same].target)
-                for same in several
-            ]
-            for same, seconds in zip(several, self.wires.best_of_many(kind, wanted, self.here), strict=True):
-                for nbytes, s in zip(sorted(alike[same]), seconds.tolist(), strict=True):
-                    together[alike[same][nbytes]] = s + self.per_collective_s
+        n, count = self.cluster.world_size, len(self.tables.conversions.numbers)
+        together, slices = np.zeros(count), np.zeros((count, n))
+        cut = self.tables.by_kind.get("slice", [])
+        if cut:
+            lines = [self.wires.cut_s(c.nbytes) for _, c in cut]
+            given = np.array([shares(c.target, self.here, n) for _, c in cut])
+            constant, slope = (np.array(part) for part in zip(*lines, strict=True))
+            slices[[i for i, _ in cut]] = constant + slope * given
+        distinct: dict[Sizes, int] = {}
+        number = {group: distinct.setdefault(tuple(sizes), len(distinct)) for group, sizes in self.sizes.items()}
+        for kind, conversions in self.tables.by_kind.items():
+            if kind != "slice":
+                self._price_alike(kind, conversions, number, together)
         return together, slices
 
-    def _with_sizes(self, placement: Placement, kind: str) -> object:
-        if not isinstance(placement, Shard):
-            return str(placement)
-        shard = self.sizes[placement.group]
-        return (placement.dim, placement.outer, shard) if kind == "all_to_all" else shard
+    def _price_alike(
+        self, kind: Collective, conversions: Sequence[tuple[int, _Conversion]], number: Mapping[str, int], into: Array
+    ) -> None:
+        """Those of one kind: of the same ends, by their sizes' ``number``, all at once."""
+
+        def end(placement: Placement) -> object:
+            if not isinstance(placement, Shard):
+                return type(placement)
+            own = number[placement.group]
+            return (placement.dim, placement.outer, own) if kind == "all_to_all" else own
+
+        alike: dict[object, dict[int, list[int]]] = {}
+        first: dict[object, _Conversion] = {}
+        for i, c in conversions:
+            key = (end(c.source), end(c.target))
+            first.setdefault(key, c)
+            alike.setdefault(key, {}).setdefault(c.nbytes, []).append(i)
+        wanted = [
+            Wanted(np.array(sorted(alike[key]), dtype=np.float64), c.source, c.target) for key, c in first.items()
+        ]
+        for key, seconds in zip(first, self.wires.best_of_many(kind, wanted, self.here), strict=True):
+            for nbytes, s in zip(sorted(alike[key]), seconds.tolist(), strict=True):
+                into[alike[key][nbytes]] = s + self.per_collective_s

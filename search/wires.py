@@ -197,6 +197,8 @@ class Wires:
     _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
     _others: dict[tuple[tuple[int, ...], bool], Wires] = field(default_factory=dict, repr=False)
+    _best: dict[object, Array] = field(default_factory=dict, repr=False)
+    _cuts: dict[int, tuple[Array, Array]] = field(default_factory=dict, repr=False)
 
     def of(self, cluster: Cluster, *, plain: bool) -> Wires:
         """Those of this cluster, or of one that it is folded to; the same every time."""
@@ -227,7 +229,14 @@ class Wires:
         return self.best_of_many(kind, [Wanted(sizes_bytes, source, target)], sizes)[0]
 
     def best_of_many(self, kind: Collective, wanted: Sequence[Wanted], sizes: GroupSizes) -> list[Array]:
-        """The same of many at once."""
+        """The same of many at once; of the same ends at the same sizes once."""
+        keys = [(kind, w.sizes_bytes.tobytes(), *(_seen(p, kind, sizes) for p in w[1:])) for w in wanted]
+        new = {key: w for key, w in zip(keys, wanted, strict=True) if key not in self._best}
+        if new:
+            self._best.update(zip(new, self._find_best(kind, list(new.values()), sizes), strict=True))
+        return [self._best[key] for key in keys]
+
+    def _find_best(self, kind: Collective, wanted: Sequence[Wanted], sizes: GroupSizes) -> list[Array]:
         if self.cluster.fabric.world_size == 1:
             return [np.zeros(len(w.sizes_bytes)) for w in wanted]
         if kind == "all_to_all" and not isinstance(self.cluster, CalibratedCluster) and not self.cluster.fabric.by_size:
@@ -256,6 +265,13 @@ class Wires:
             np.array([np.interp(w.sizes_bytes, grid, seconds) for seconds in table]).min(axis=0)
             for w, grid, table in zip(wanted, grids, at, strict=True)
         ]
+
+    def cut_s(self, nbytes: int) -> tuple[Array, Array]:
+        """Seconds of every rank (N,) for cutting its own piece out of a whole value, and those per share of it."""
+        if nbytes not in self._cuts:
+            (stage,) = collective_coefficients("slice", "local", nbytes, REPLICATE, _SHARD, self.cluster).stages
+            self._cuts[nbytes] = stage.constant, np.diag(stage.by_target)
+        return self._cuts[nbytes]
 
     def _exchanges_s(self, wanted: Sequence[Wanted], sizes: GroupSizes) -> list[Array]:
         """Of all-to-alls: by the formula a constant, and proportional to the bytes."""
@@ -286,6 +302,14 @@ class Wires:
         tried = [_cheapest([(rows.constant, rows.source) for rows in f.stages], forms.classes) for f in gather]
         tried += [_cheapest([(rows.constant, rows.target) for rows in f.stages], forms.classes) for f in scatter]
         return forms.classes.spread(min(tried, key=both_s))
+
+
+def _seen(placement: Placement, kind: Collective, sizes: GroupSizes) -> object:
+    """What a collective knows of one of its ends."""
+    if not isinstance(placement, Shard):
+        return str(placement)
+    own = sizes[placement.group], placement.n
+    return (placement.dim, placement.outer, *own) if kind == "all_to_all" else own
 
 
 def _grid(sizes_bytes: Array) -> list[int]:

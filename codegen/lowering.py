@@ -6,6 +6,7 @@ import keyword
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from hap.codegen.program import (
@@ -48,11 +49,13 @@ def draft(
     world_size: int,
     strategies: Mapping[str, Strategy],
     conversions: Iterable[tuple[Need, str]],
+    known: dict[object, Call] | None = None,
 ) -> Program:
     """The program of strategies that the search made itself, and of its needs with their decompositions: only to be
-    timed. As ``lower`` makes it, but nothing is checked and literals keep the sizes of the whole."""
+    timed. As ``lower`` makes it, but nothing is checked and literals keep the sizes of the whole. ``known``: the calls
+    of other drafts of this graph, which are taken again where they read the same names."""
     ways = {_key(need): how for need, how in conversions}
-    return _Lowering(graph, groups, world_size, strategies, ways, local=False).run()
+    return _Lowering(graph, groups, world_size, strategies, ways, {} if known is None else known).run()
 
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
@@ -129,11 +132,12 @@ class _Lowering:
         world_size: int,
         strategies: Mapping[str, Strategy],
         ways: Mapping[tuple[Value, Placement, Phase], str],
-        *,
-        local: bool = True,
+        drafted: dict[object, Call] | None = None,
     ) -> None:
+        """Literals become local, and strategies are checked on the way; not in a draft, for which ``drafted`` keeps
+        calls by their node and the names of what they make and read."""
         self.graph, self.world_size, self.strategies, self.ways = graph, world_size, strategies, ways
-        self.local = local  # literals become local, and strategies are checked on the way
+        self.drafted = drafted
         self.position = {n.name: i for i, n in enumerate(graph.nodes)}
         self.groups = _used_groups(groups, strategies.values())
         constants = group_labels({name: group.label for name, group in self.groups.items()})
@@ -158,7 +162,7 @@ class _Lowering:
                 assert node.phase == "forward", f"{node.name} depends on the tangent and the loss on it"
                 self._call(node, "forward")
         loss = self._read(graph.loss, REPLICATE, "forward", "")
-        updates = {t: self._read(v, self._home(t), "forward", "") for t, v in graph.updates.items()}
+        updates = {t: self._read(v, self._homes[t], "forward", "") for t, v in graph.updates.items()}
         for node in graph.nodes:
             if node.name in backward and node.phase == "backward" and not node.is_source:
                 self._call_with_producers(node)
@@ -190,11 +194,11 @@ class _Lowering:
                 pending.extend(v.node for v in self.graph.by_name[name].inputs)
         return found
 
-    def _home(self, target: str) -> Placement:
-        for node in self.graph.nodes:
-            if node.op in ("parameter", "buffer") and node.target == target:
-                return _placed(self.strategies[node.name], 0)
-        raise AssertionError(f"no parameter or buffer {target}")
+    @cached_property
+    def _homes(self) -> Mapping[str, Placement]:
+        """Where parameters and buffers lie."""
+        nodes = [n for n in self.graph.nodes if n.op in ("parameter", "buffer")]
+        return {n.target: _placed(self.strategies[n.name], 0) for n in nodes}
 
     def _source(self, node: Node) -> Source:
         self._arguments(node)
@@ -218,13 +222,13 @@ class _Lowering:
     def _gradient(self, target: str, value: Value) -> str:
         if value.node not in self.emitted:
             self._call_with_producers(self.graph.by_name[value.node])
-        return self._read(value, self._home(target), "backward", "")
+        return self._read(value, self._homes[target], "backward", "")
 
     def _call(self, node: Node, part: Phase) -> None:
         strategy = self.strategies[node.name]
         args, kwargs = self._arguments(node)
         reads = zip(node.inputs, strategy.inputs, strict=True)
-        names = iter([self._read(value, placement, part, node.module) for value, placement in reads])
+        names = tuple([self._read(value, placement, part, node.module) for value, placement in reads])
         outputs: list[str | None] = []
         for index, meta in enumerate(node.outputs):
             value = Value(node.name, index)
@@ -234,9 +238,16 @@ class _Lowering:
             name = self._define(value, _placed(strategy, index))
             self.made_in[name] = part
             outputs.append(name)
-        local_args = map_values(args, lambda _: Value(next(names)))
-        local_kwargs = tuple((k, map_values(v, lambda _: Value(next(names)))) for k, v in kwargs)
-        self.parts[part].append(Call(tuple(outputs), node.op, local_args, local_kwargs + _device(node), node.module))
+        key = (node.name, tuple(outputs), names)
+        call = None if self.drafted is None else self.drafted.get(key)
+        if call is None:
+            following = iter(names)
+            args = map_values(args, lambda _: Value(next(following)))
+            kwargs = tuple((k, map_values(v, lambda _: Value(next(following)))) for k, v in kwargs)
+            call = Call(tuple(outputs), node.op, args, kwargs + _device(node), node.module)
+            if self.drafted is not None:
+                self.drafted[key] = call
+        self.parts[part].append(call)
         self.emitted.add(node.name)
         for index in range(len(node.outputs)):
             for placement in self.required.get(Value(node.name, index), ()):
@@ -244,7 +255,9 @@ class _Lowering:
 
     def _arguments(self, node: Node) -> Arguments:
         """PlanError unless the node's strategy is sound, if that is asked."""
-        return localize(node, self.strategies[node.name], self.graph) if self.local else (node.args, node.kwargs)
+        return (
+            localize(node, self.strategies[node.name], self.graph) if self.drafted is None else (node.args, node.kwargs)
+        )
 
     def _read(self, value: Value, target: Placement, part: Phase, module: str) -> str:
         """The name under which ``part`` finds ``value`` in ``target``, converted for ``module`` if it must be."""

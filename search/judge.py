@@ -165,7 +165,7 @@ def played_s(problem: Problem, found: Found) -> float:
     sizes = {name: tuple(found.sizes[name]) for name in used_groups(found.strategies.values())}
     groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
     ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
-    program = draft(graph, groups, problem.world_size, found.strategies, ways)
+    program = draft(graph, groups, problem.world_size, found.strategies, ways, problem.drafted)
     program = replace(program, recomputed=found.repeated)
 
     def choose(largest: Convert, nbytes: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -33,7 +34,8 @@ KEPT = 8  # plans that the judge was asked about last
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes."""
+    """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes;
+    ``drafted``: what the drafts of the judge have in common (``codegen.lowering.draft``)."""
 
     choices: Choices
     cluster: ClusterSpec
@@ -43,6 +45,7 @@ class Problem:
     classes: Classes
     fixed: Mapping[str, Sizes]
     bundles: tuple[tuple[str, ...], ...]
+    drafted: dict[object, Any] = field(default_factory=dict, repr=False)
     _skeletons: dict[bool, Skeleton] = field(default_factory=dict, repr=False)  # with what was solved last
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
     _prepared: dict[tuple[tuple[int, ...], bool], Prepared] = field(default_factory=dict, repr=False)

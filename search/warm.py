@@ -39,6 +39,8 @@ class WarmProgram:
         relaxed.variables.integers[:] = [False] * len(self.integers)
         self.solver = KeptSolver(relaxed)
         self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
+        self._asked: tuple[bytes, bytes, float, int] | None = None  # last
+        self._found: Solution | None = None
 
     def solve(
         self,
@@ -51,8 +53,16 @@ class WarmProgram:
     ) -> Solution | None:
         """The optimum for an objective (V,) and upper bounds (V,), those of the program if there are no others. None
         where there is none, or none that is found in this way. ``start``: a basis to begin from; ``gap``: relative;
-        ``nodes``: of branch and bound, at most."""
+        ``nodes``: of branch and bound, at most. Asked for the same again, nothing is solved."""
         upper = self.upper if upper is None else upper
+        asked = cost.tobytes(), upper.tobytes(), gap, nodes
+        if asked != self._asked:
+            self._asked, self._found = asked, self._solve(cost, upper, start, gap, nodes)
+        return self._found
+
+    def _solve(
+        self, cost: Array, upper: Array, start: solution_pb2.BasisProto | None, gap: float, nodes: int
+    ) -> Solution | None:
         self.solver.limit(upper)
         self.solver.minimise(cost)
         relaxed = self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF), reduced=True, start=start)

@@ -128,6 +128,16 @@ def test_what_reduced_costs_rule_out_is_in_no_better_choice() -> None:
     assert solved >= 15
 
 
+def test_asked_for_the_same_again_nothing_is_solved() -> None:
+    cost, upper = np.array([-3.0, -2.0, -1.0]), np.ones(3)
+    warm = WarmProgram(program([0.0, 0.0, 0.0], odd=True))
+    first = warm.solve(cost, upper, gap=0.7)
+    assert first is not None and warm.solve(cost.copy(), upper.copy(), gap=0.7) is first
+    assert warm.solve(cost, upper) is not first and first.bound == pytest.approx(-3.0)
+    exact = warm.solve(cost, upper)
+    assert exact is not None and (exact.objective, exact.bound) == pytest.approx((-3.0, -3.0))
+
+
 def test_upper_bounds_change_and_the_optimum_with_them() -> None:
     """Either of the first two, and the third; without the first, without the third; and all of it again."""
     cost = np.array([-3.0, -2.0, -1.0])

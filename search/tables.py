@@ -333,6 +333,6 @@ class Prices:
         wanted = [
             Wanted(np.array(sorted(alike[key]), dtype=np.float64), c.source, c.target) for key, c in first.items()
         ]
-        for key, seconds in zip(first, self.wires.best_of_many(kind, wanted, self.here), strict=True):
-            for nbytes, s in zip(sorted(alike[key]), seconds.tolist(), strict=True):
-                into[alike[key][nbytes]] = s + self.per_collective_s
+        for same, seconds in zip(first, self.wires.best_of_many(kind, wanted, self.here), strict=True):
+            for nbytes, s in zip(sorted(alike[same]), seconds.tolist(), strict=True):
+                into[alike[same][nbytes]] = s + self.per_collective_s

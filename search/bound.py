@@ -74,10 +74,10 @@ def line_seconds(line: Line, weight: Array, many: Array) -> float:
 def best_weights(bound: Bound) -> tuple[float, ...]:
     """Weights that make ``bound.seconds`` largest: the LP's, or those in proportion to speed or equal ones, if they are
     better, as where the solver gives up for want of precision. Any weights prove a bound."""
-    return max((w for w in (_solved(bound), _by_speed(bound), (1.0,) * len(bound.counts)) if w), key=bound.seconds)
+    return max((w for w in (_solved(bound), by_speed(bound), (1.0,) * len(bound.counts)) if w), key=bound.seconds)
 
 
-def _by_speed(bound: Bound) -> tuple[float, ...]:
+def by_speed(bound: Bound) -> tuple[float, ...]:
     """One over the seconds that one device of a class needs for everything."""
     lines = [(min(lines, key=lambda line: sum(line.fixed + line.slope)), count) for lines, count in bound.menus]
     alone = [sum(count * (line.fixed[c] + line.slope[c]) for line, count in lines) for c in range(len(bound.counts))]

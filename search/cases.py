@@ -19,6 +19,7 @@ costs is concave in the weights), and tried.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ def bound_by_cases(facts: Facts, known_s: float, enough_s: float, *, most: int =
     if batch is None or facts.cluster.world_size == 1 or known_s >= enough_s:
         return known_s
     relaxed = Relaxation(facts, best_weights(make_bound(facts)), crowded=False)
-    if batch[0] not in find_shared(relaxed):
+    if batch[0] not in find_shared(facts, relaxed.fine):
         return known_s
     search = _Cases.begin(relaxed, batch, groups)
     if not search.spent:
@@ -97,7 +98,7 @@ def find_dealt(
             group = facts.parts(name, facts.candidates[name][option]).group
             if group is not None:
                 group_of[variable] = group
-    known, dealt = find_shared(relaxed), [batch]
+    known, dealt = find_shared(facts, relaxed.fine), [batch]
     while len(dealt) < groups:
         cost, taken = np.array(relaxed.cost), [group for group, _ in dealt]
         cost[[v for v, group in group_of.items() if group in taken]] *= DEAR
@@ -116,13 +117,13 @@ def find_dealt(
     return tuple(dealt)
 
 
-def find_shared(relaxed: Relaxation) -> dict[str, int]:
+def find_shared(facts: Facts, types: Mapping[str, int]) -> dict[str, int]:
     """The groups, with their atoms, that mean the same for all nodes of a type, whose options the relaxation counts
     together: not those of which every layer has one of its own."""
-    facts, apart = relaxed.facts, set[str]()
-    found: dict[str, int] = {}
+    apart, found = set[str](), dict[str, int]()
+    firsts: dict[int, str] = {}
     for node in facts.graph.nodes:
-        first = facts.candidates[relaxed.first[relaxed.fine[node.name]]]
+        first = facts.candidates[firsts.setdefault(types[node.name], node.name)]
         for own, same in zip(facts.candidates[node.name], first, strict=True):
             pairs = zip((*own.inputs, *own.outputs), (*same.inputs, *same.outputs), strict=True)
             for p, q in ((p, q) for p, q in pairs if isinstance(p, Shard) and isinstance(q, Shard)):

@@ -33,6 +33,7 @@ from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.search.cases import bound_by_cases
 from hap.search.found import Found, best_of
+from hap.search.masses import bound_by_masses
 from hap.search.starts import EVERYTHING
 from hap.search.subsets import LeftOut, slowest_kinds, without
 
@@ -43,7 +44,8 @@ OVERLAP = 0.5  # of a step with nothing overlapped, as run. A heuristic, as is
 LIKELY = 0.95  # of the step as run at first glance, which a whole search leads to
 MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
 NEAR = 0.005  # of the step: a bound as near as that is not raised ...
-FAR = 0.8  # ... nor one that is less than this of it: the batch's sizes are not what is missing there. A heuristic
+FAR = 0.8  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
+LOOSE = 0.9  # ... but by masses one that is less than this of it. Heuristics
 
 
 class Planned(NamedTuple):
@@ -179,18 +181,27 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
 
 
 def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float:
-    """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised case by case where
-    it is neither near that nor far from it, as long as it is the least. No bound is asked for that computing alone
-    shows not to be it."""
+    """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised as long as it is the
+    least, by ``masses`` where that leaves much, or case by case. No bound is asked for
+    that computing alone shows not to be it."""
     rough = {i for i, one in enumerate(tried) if "bound_s" not in one.__dict__ and len(tried) > 1}
     known = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
     left = {i for i, one in enumerate(tried) if len(one.problem.choices.graph.nodes) <= MOST_NODES}
+    loose = set(left)
     while True:
         least = min(range(len(known)), key=known.__getitem__)
         if least in rough:
             rough.remove(least)
             known[least] = tried[least].bound_s
-        elif step_s is None or least not in left or not FAR * step_s <= known[least] < (1 - NEAR) * step_s:
+        elif step_s is None or known[least] >= (1 - NEAR) * step_s:
+            return known[least]
+        elif known[least] < LOOSE * step_s and least in loose:
+            loose.remove(least)
+            raised_s = bound_by_masses(tried[least].problem.facts, known[least])
+            if raised_s > known[least]:  # more than cases would
+                left.discard(least)
+            known[least] = raised_s
+        elif known[least] < FAR * step_s or least not in left:
             return known[least]
         else:
             left.remove(least)

@@ -46,6 +46,7 @@ class Facts:
     recomputed: tuple[Recomputed, ...] = ()
     _held: dict[str, list[tuple[int, int, Array]]] = field(default_factory=dict, repr=False)
     _alive: dict[tuple[Value, str], Array] = field(default_factory=dict, repr=False)
+    found: dict[str, object] = field(default_factory=dict, repr=False)  # by others, of graph and candidates alone
 
     def on(self, cluster: ClusterSpec) -> Facts:
         """The same on another cluster; what is known of the graph is handed on."""

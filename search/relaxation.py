@@ -52,7 +52,7 @@ from hap.cost_models.work import is_view
 from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.search.bound import Line, best_weights, device_classes, line_seconds, make_bound, node_line
-from hap.search.classes import RADIUS, Read, find_colours, find_reads
+from hap.search.classes import RADIUS, Read, find_reads
 from hap.search.least import Least
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import Facts
@@ -106,6 +106,8 @@ def joint_bound(facts: Facts, weights: Sequence[float]) -> tuple[float | None, i
 class Relaxation:
     """See the module docstring."""
 
+    solving = seeded(lp_algorithm=DUAL, presolve=OFF)
+
     def __init__(
         self,
         facts: Facts,
@@ -126,7 +128,7 @@ class Relaxation:
         self.row_names: list[str] = []
         self.row_bounds: list[tuple[float, float]] = []
         self.entries: list[tuple[int, int, float]] = []
-        rounds = facts.colours if radius == RADIUS else find_colours(facts.graph, facts.candidates, radius=radius)
+        rounds = facts.colours[: radius + 1]
         self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
         self.kept: list[tuple[int, float]] = []  # copies that both passes read
         self.most_kept = 0  # bytes, if all of them are made
@@ -213,7 +215,7 @@ class Relaxation:
         for a, times in readers.items():
             for j, variable in enumerate(self.x[a] if a is not None else [self._always()]):
                 demand.setdefault(numbers[j], []).append((variable, float(times)))
-        pairs = [(p, q) for p in supply for q in demand if produced[p] == wants[q] or not isinstance(wants[q], Partial)]
+        pairs = [(p, q) for p in supply for q in demand if self.is_converted(produced[p], wants[q])]
         flows = {pair: self._variable(f"F[{label},{pair[0]}>{pair[1]}]", 0.0) for pair in pairs}
         for p, terms in supply.items():
             out = [(f, -1.0) for pair, f in flows.items() if pair[0] == p]
@@ -222,6 +224,10 @@ class Relaxation:
             came = [(f, -1.0) for pair, f in flows.items() if pair[1] == q]
             self._row(f"wanted[{label},{q}]", 0.0, 0.0, [*terms, *came])
         return {(p, wants[q]): f for (p, q), f in flows.items() if produced[p] != wants[q]}
+
+    def is_converted(self, source: Placement | None, target: Placement) -> bool:
+        """Whether what is produced in the one can be read in the other."""
+        return source == target or not isinstance(target, Partial)
 
     def _converted(
         self,
@@ -381,7 +387,7 @@ class Relaxation:
 
     def solve(self) -> float | None:
         """Seconds; None if the solver finds no optimum."""
-        solved = solve_once(self.program(), parameters=seeded(lp_algorithm=DUAL, presolve=OFF))
+        solved = solve_once(self.program(), parameters=self.solving)
         if solved is None or not solved.is_optimal:
             return None
         return solved.bound / MS

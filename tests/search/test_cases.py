@@ -222,7 +222,7 @@ def test_groups_with_boxes_are_what_a_dear_batch_is_replaced_by() -> None:
     assert batch is not None
     dealt = find_dealt(relaxed, KeptSolver(relaxed.program()), batch, 3)
     assert len(dealt) > 1 and dealt[0] == batch and 128 in [n for _, n in dealt[1:]]
-    assert all(group in find_shared(relaxed) for group, _ in dealt)
+    assert all(group in find_shared(relaxed.facts, relaxed.fine) for group, _ in dealt)
 
 
 def test_groups_of_single_layers_have_no_boxes() -> None:
@@ -230,5 +230,5 @@ def test_groups_of_single_layers_have_no_boxes() -> None:
     found = mlp(batch=8, width=8, layers=12)
     facts = Facts(found.graph, found.strategies, cluster((10, "16GB"), (5, "16GB")), "adamw")
     relaxed, batch = Relaxation(facts, best_weights(make_bound(facts)), crowded=False), find_batch(facts)
-    assert batch is not None and batch[0] in find_shared(relaxed)
-    assert 0 < len(find_shared(relaxed)) < len(found.groups)
+    assert batch is not None and batch[0] in find_shared(relaxed.facts, relaxed.fine)
+    assert 0 < len(find_shared(relaxed.facts, relaxed.fine)) < len(found.groups)

@@ -1,0 +1,222 @@
+"""The joint bound where a group's mass may lie anywhere: what is kept off the wire is paid for on the path.
+
+The relaxation lets an all-to-all between two groups be free, as both may lie on one host; but what lies on one host is
+worked on by that host alone. For every group g that means the same everywhere let m[g] >= 1/H be the share of the host,
+of H, that has most of it. With shares rho of g and sigma of another group h,
+
+    of B bytes stay on their host  B sum_j rho[j] sigma[j] <= B min(m[g], m[h])
+    all-to-all  >=  B (1 - min(m[g], m[h])) / (all hosts' ways out together)                                   (wire)
+
+as what leaves a host goes by its way out. In the stages of ``chain``'s path all its calls are dealt out by one
+group, or by none, so the busiest rank of the host with most of it, of n ranks, bounds them all: with ``F + s x`` below
+a call's seconds at share x,
+
+    T >= sum over the path's calls of  min over kinds of hosts of  F + s m[g] / n                              (path)
+    T >= the same of all calls that are dealt out by g, for any one g: the same rank in every stage            (group)
+    T >= sum over all calls, weighted, as in ``relaxation``                                                    (mean)
+
+All of it is linear in m, so m need not be known: every option of g is there twice, as if g were spread evenly (m = 1/H)
+and as if it were on one host (m = 1), and a plan is the mixture with (m - 1/H) / (1 - 1/H) of the second. A value that
+goes from g to h goes from one host to one host for the lesser of both parts at most, and any other part of it crosses
+with 1 - 1/H of its bytes: together 1 - min(m[g], m[h]). Groups of which every layer has its own stand once, as if
+they lay where whatever they meet on one host does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from ortools.math_opt import parameters_pb2
+
+from hap.conversion import collective_kind
+from hap.cost_models.compute import Parts, parts_coefficients, parts_seconds
+from hap.placement import Placement, Shard
+from hap.plan import Strategy
+from hap.search.bound import best_weights, by_speed, computes_like, device_classes, make_bound
+from hap.search.cases import find_shared
+from hap.search.chain import find_chain
+from hap.search.classes import find_colours
+from hap.search.crossing import find_parts, find_ports
+from hap.search.milp import MS
+from hap.search.prices import Facts
+from hap.search.protos import seeded
+from hap.search.relaxation import SAFETY, Relaxation
+
+SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
+ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
+MUCH = 0.1  # of all work: of groups that can deal out less it is not asked where they lie
+RADIUS = 2  # of the colours that types are: a finer partition takes several times as long
+
+
+def bound_by_masses(facts: Facts, known_s: float) -> float:
+    """Seconds that every plan takes at least: ``known_s``, which is proved, or more. Asked of described devices."""
+    rate = _rate(facts) if facts.cluster.world_size > 1 else None
+    if rate is None or _strongest(facts) > ALONE:
+        return known_s
+    hosts, bytes_per_s = rate
+    seconds = _Masses(facts, hosts, bytes_per_s).solve()
+    return known_s if seconds is None else max(known_s, seconds * (1 - SAFETY))
+
+
+def _rate(facts: Facts) -> tuple[int, float] | None:
+    """How many hosts there are, or ranks where there is one host, and bytes/s of all their ways out, or in, together,
+    whichever is less. None if some have none of their own."""
+    hosts = len({d.host for d in facts.cluster.devices})
+    units = hosts if hosts > 1 else facts.cluster.world_size
+    ports = find_ports(facts, find_parts(facts))
+    if sum(port.alike for port in ports) != units or units == 1:
+        return None
+    return units, min(sum(p.alike * p.up for p in ports), sum(p.alike * p.down for p in ports))
+
+
+def _strongest(facts: Facts) -> float:
+    """The part of all computing power that is on one host, or one rank where there is one host."""
+    bound, of = make_bound(facts), {computes_like(d): c for c, d in enumerate(device_classes(facts.cluster)[0])}
+    speeds, power = by_speed(bound), Counter[object]()
+    alone = len({d.host for d in facts.cluster.devices}) == 1
+    for d in facts.cluster.devices:
+        power[d.rank if alone else d.host] += speeds[of[computes_like(d)]]  # type: ignore[assignment]
+    return max(power.values()) / sum(power.values())
+
+
+@dataclass(frozen=True)
+class _Doubled:
+    """Every option of a shared group twice. ``where``: of every option of the doubled candidates which option it is,
+    and where the mass of its group lies."""
+
+    candidates: Mapping[str, tuple[Strategy, ...]]
+    where: Mapping[str, tuple[tuple[int, str], ...]]
+    colours: tuple[Mapping[str, int], ...]
+
+    @classmethod
+    def of(cls, facts: Facts) -> _Doubled:
+        shared = _main(facts, find_shared(facts, facts.colours[RADIUS]))
+        where: dict[str, tuple[tuple[int, str], ...]] = {}
+        candidates: dict[str, tuple[Strategy, ...]] = {}
+        for name, options in facts.candidates.items():
+            pairs = [(i, w) for i, option in enumerate(options) for w in _places(option, shared)]
+            where[name] = tuple(pairs)
+            candidates[name] = tuple(_lying(options[i], w) for i, w in pairs)
+        return cls(candidates, where, find_colours(facts.graph, candidates, radius=RADIUS))
+
+
+def _main(facts: Facts, shared: Collection[str]) -> list[str]:
+    """Those of the groups by which at least ``MUCH`` of all work can be dealt out."""
+    device, possible, total_s = facts.cluster.devices[0], dict.fromkeys(shared, 0.0), 0.0
+    for node in facts.graph.nodes:
+        if node.is_source:
+            continue
+        options = [facts.parts(node.name, option) for option in facts.candidates[node.name]]
+        seconds = parts_seconds(options[0], 1.0, device)
+        total_s += seconds
+        for group in {p.group: None for p in options}:
+            if group in possible:
+                possible[group] += seconds
+    return [group for group, seconds in possible.items() if seconds >= MUCH * total_s]
+
+
+def _places(option: Strategy, shared: Collection[str]) -> tuple[str, ...]:
+    groups = {p.group for p in (*option.inputs, *option.outputs) if isinstance(p, Shard)}
+    assert len(groups) <= 1, "a strategy is of one mesh axis"
+    return (SPREAD, TOGETHER) if any(g in shared for g in groups) else (ANYWHERE,)
+
+
+def _lying(option: Strategy, where: str) -> Strategy:
+    """The same with the group's name saying where its mass lies."""
+    inputs = tuple(_renamed(p, where) for p in option.inputs)
+    return Strategy(inputs, tuple(None if p is None else _renamed(p, where) for p in option.outputs))
+
+
+def _renamed(placement: Placement, where: str) -> Placement:
+    return replace(placement, group=f"{placement.group}@{where}") if isinstance(placement, Shard) else placement
+
+
+def _taken_apart(placement: Shard) -> tuple[str, str]:
+    group, where = placement.group.rsplit("@", 1)
+    return group, where
+
+
+class _Masses(Relaxation):
+    """See the module docstring."""
+
+    solving = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
+
+    def __init__(self, facts: Facts, hosts: int, bytes_per_s: float) -> None:
+        self.hosts, self.bytes_per_s = hosts, bytes_per_s
+        if "doubled" not in facts.found:
+            facts.found["doubled"] = _Doubled.of(facts)
+        doubled = facts.found["doubled"]
+        assert isinstance(doubled, _Doubled)
+        self.where = doubled.where
+        other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found={})
+        other.__dict__["colours"] = doubled.colours
+        super().__init__(other, best_weights(make_bound(facts)), crowded=False, radius=RADIUS)
+        on_host = Counter(d.host for d in facts.cluster.devices)
+        kinds = {}
+        for d in facts.cluster.devices:
+            kinds[computes_like(d), on_host[d.host]] = d, on_host[d.host] if len(on_host) > 1 else 1
+        self._kinds, self._busy = tuple(kinds.values()), dict[object, float]()
+        self._compute(facts)
+
+    def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
+        """Cutting a piece out is left out: it is compute."""
+        kind = collective_kind(source, target)
+        if kind == "slice":
+            return 0.0
+        seconds = self.least.seconds(kind, nbytes)
+        if isinstance(source, Shard) and isinstance(target, Shard):
+            (g, here), (h, there) = (_taken_apart(p) for p in (source, target))
+            ranges = source.dim == target.dim and source.outer == target.outer
+            if not ranges and g != h and SPREAD in (here, there):
+                seconds += nbytes * (1 - 1 / self.hosts) / self.bytes_per_s
+        return seconds
+
+    def is_converted(self, source: Placement | None, target: Placement) -> bool:
+        """A group does not move."""
+        if isinstance(source, Shard) and isinstance(target, Shard):
+            (g, here), (h, there) = (_taken_apart(p) for p in (source, target))
+            if g == h and here != there:
+                return False
+        return super().is_converted(source, target)
+
+    # -- compute -----------------------------------------------------------------------------------------------------
+
+    def _compute(self, facts: Facts) -> None:
+        """The objective's seconds of calls become those of three kinds of rows, of which the largest counts."""
+        slowest = self._variable("T", 1 / MS)
+        chain = find_chain(facts)
+        others = {self.fine[node.name] for node in facts.graph.nodes if node.name not in chain}
+        mean, path = [(slowest, 1.0)], [(slowest, 1.0)]
+        groups: dict[str, list[tuple[int, float]]] = {}
+        for variable, count, name, number in self.options:
+            mean.append((variable, -self.cost[variable]))
+            self.cost[variable] = 0.0
+            if facts.graph.by_name[name].is_source:
+                continue
+            option, where = self.where[name][number]
+            parts = facts.parts(name, facts.candidates[name][option])
+            busiest_ms = count * self._busiest_s(parts, where) * MS
+            if self.fine[name] not in others:
+                path.append((variable, -busiest_ms))
+            if where != ANYWHERE:
+                assert parts.group is not None
+                groups.setdefault(parts.group, [(slowest, 1.0)]).append((variable, -busiest_ms))
+        for label, terms in {"mean": mean, "path": path, **groups}.items():
+            self._row(f"busiest[{label}]", 0.0, np.inf, terms)
+
+    def _busiest_s(self, parts: Parts, where: str) -> float:
+        """What a call takes on the busiest rank of the host with most of its group, of whatever kind that is."""
+        if parts.group is None:
+            return min(parts_seconds(parts, 1.0, d) for d in self.devices)
+        if where == ANYWHERE:
+            return 0.0
+        key = (parts, where)
+        if key not in self._busy:
+            most = 1.0 if where == TOGETHER else 1 / self.hosts
+            lines = [parts_coefficients(parts, d, at_share=1 / self.facts.cluster.world_size) for d, _ in self._kinds]
+            ranks = [n for _, n in self._kinds]
+            self._busy[key] = min(f + s * most / n for (f, s), n in zip(lines, ranks, strict=True))
+        return self._busy[key]

@@ -45,7 +45,7 @@ LIKELY = 0.95  # of the step as run at first glance, which a whole search leads 
 MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
 NEAR = 0.005  # of the step: a bound as near as that is not raised ...
 FAR = 0.8  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
-LOOSE = 0.9  # ... but by masses one that is less than this of it. Heuristics
+LOOSE = 0.88  # ... but by masses one that is less than this of it. Heuristics
 
 
 class Planned(NamedTuple):
@@ -182,8 +182,8 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
 
 def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float:
     """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised as long as it is the
-    least, by ``masses`` where that leaves much, or case by case. No bound is asked for
-    that computing alone shows not to be it."""
+    least, by ``masses`` where that leaves much, or case by case. No bound is asked for that computing alone shows not
+    to be it."""
     rough = {i for i, one in enumerate(tried) if "bound_s" not in one.__dict__ and len(tried) > 1}
     known = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
     left = {i for i, one in enumerate(tried) if len(one.problem.choices.graph.nodes) <= MOST_NODES}
@@ -198,9 +198,9 @@ def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float
         elif known[least] < LOOSE * step_s and least in loose:
             loose.remove(least)
             raised_s = bound_by_masses(tried[least].problem.facts, known[least])
-            if raised_s > known[least]:  # more than cases would
-                left.discard(least)
             known[least] = raised_s
+            if raised_s >= LOOSE * step_s:  # cases, which know nothing of it, would hardly come to more
+                left.discard(least)
         elif known[least] < FAR * step_s or least not in left:
             return known[least]
         else:

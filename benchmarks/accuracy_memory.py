@@ -92,9 +92,7 @@ def _peak(case: Case, plan: Plan) -> int:
     optimizer.zero_grad(set_to_none=True)
     seen = Allocations()
     seen.keep(_held(program, optimizer, (batch, targets)))
-    with seen:
-        run()
-    return seen.peak
+    return seen.least_peak(run, program.zero_grad)
 
 
 def _positional(batch: Any) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ allocator's rounding or of a library's workspace is seen.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +28,21 @@ class Allocations(TorchDispatchMode):
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             self._see(tensor)
+
+    def least_peak(self, step: Callable[[], None], between: Callable[[], None], steps: int = 5) -> int:
+        """Bytes at the fullest moment of ``step``: the least of ``steps`` calls, with ``between`` after each.
+
+        A transport's thread may hold a collective's tensors for a moment after the collective is done (Gloo's does, for
+        milliseconds where cores are busy), so one step's peak may be above what the program itself holds, never below.
+        """
+        peaks = []
+        for _ in range(steps):
+            self.restart()
+            with self:
+                step()
+            peaks.append(self.peak)
+            between()
+        return min(peaks)
 
     def restart(self) -> None:
         """Forget the peak so far."""

@@ -115,6 +115,11 @@ class Tried:
         whole_s = self.searches[0].problem.whole_s
         return float(1.0 / np.delete(1.0 / whole_s, list(self.ranks[number])).sum()) * EVERYTHING
 
+    def takes(self, number: int, seconds: float) -> bool:
+        """Whether every plan of that cluster takes so long, nothing overlapped: by what is asked most quickly."""
+        search = self.searches[number]
+        return self.compute_s(number) >= seconds or search.floor_s >= seconds or search.bound_s >= seconds
+
     def glance(self, number: int) -> bool:
         """At one of the clusters; whether anything fits."""
         search = self.searches[number]
@@ -157,8 +162,7 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     if len(tried.searches[0].problem.choices.graph.nodes) > MOST_NODES:  # a glance takes longer than all the bounds
         numbers.sort(key=lambda n: (tried.searches[n].bound_s, n))
     for number in numbers:
-        shortest_s = min(tried.glanced.values(), default=np.inf)
-        if tried.compute_s(number) >= shortest_s or tried.searches[number].bound_s >= shortest_s:
+        if tried.glanced and tried.takes(number, min(tried.glanced.values())):
             continue
         if not tried.glance(number):
             unfit.append(number)

@@ -3,13 +3,7 @@
 ``evaluate`` adds a step up with nothing overlapped. A program that went through the passes does better, and not every
 plan gains alike: an all-reduce per gradient, bundled and sent while the backward pass goes on, is nearly free on a
 fast link, while a parameter that the first layer needs is waited for. So the planner's candidates are compared again,
-each lowered, rewritten and played (``played``):
-
-    a call        its node's seconds on every rank; a product that its bias was folded into is the product
-    a conversion  packing and joining are compute: the bytes copied, and the calls made (``_CALLS`` for each collective,
-                  one for each value, or one for each rank's piece of it, assumed); the wire is one stream for all, in
-                  the order of issue
-    a bundle      one collective of all its bytes, by the way that is fastest for them
+each lowered, rewritten and played (``score``); of the same strategies a program is drafted and rewritten once.
 
 The candidates are those the search has met, what it would choose if collectives had their plainest form only, and the
 data-parallel family, which are points of the same space that a bulk-synchronous view passes by: whole or sharded
@@ -20,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,23 +23,19 @@ import numpy as np
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import draft
 from hap.codegen.passes.runner import Pass, run_passes, standard_passes
-from hap.codegen.passes.windows import work_of
-from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait
-from hap.cost_models.collective import best_decomposition, collective_coefficients, shares
-from hap.cost_models.compute import Calls, ComputeTable, Parts
+from hap.codegen.program import Convert, Program
+from hap.cost_models.collective import best_decomposition
+from hap.cost_models.compute import Calls, ComputeTable
 from hap.cost_models.evaluate import update_seconds
-from hap.cost_models.fold import Cluster
-from hap.cost_models.profile import MeasuredDevice
-from hap.cost_models.sequence import Local
-from hap.cost_models.timeline import Await, Event, Issue, Timeline, play
-from hap.fabric import Array
+from hap.cost_models.timeline import Timeline, play
 from hap.graph import Graph
 from hap.placement import REPLICATE, GroupSizes, Shard
-from hap.plan import GroupPlan, Plan, Strategy
+from hap.plan import GroupPlan, Plan
 from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
+from hap.search.score import Score, Times, Work, score_of
 from hap.search.starts import EVERYTHING
 from hap.search.strategies import Chooser
 
@@ -54,9 +44,6 @@ LEANEST = 0.95  # of the busiest rank's compute: no program of the same strategi
 TIE = 0.01  # of the step: no cost model tells apart what lies closer
 LIKE = 1e-3  # of the step
 FAR = 1.6  # times the shortest bulk-synchronous step: what bundling and overlap do not make up for
-_FOLDED = ("hap.addmm.default", "aten.addmm.default")
-_CALLS = 10
-COPY_EFFICIENCY = 0.8  # of memory bandwidth, as in ``hap.cost_models.collective``
 
 
 def default_passes(program: Program, cluster: ClusterSpec | None) -> tuple[Pass, ...]:
@@ -76,8 +63,10 @@ def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, 
     rewritten = run_passes(program, default_passes(program, cluster), off=off).program
     strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
     optimizer = plan.provenance.optimizer
-    events = _Events(graph, strategies, optimizer, rewritten, cluster, program.sizes, Calls(graph))
-    return play(events.all(), tuple(d.name for d in cluster.devices))
+    score = score_of(rewritten, graph, strategies, Calls(graph), measured=ComputeTable(cluster.devices).is_measured)
+    update_s = update_seconds(graph, strategies, program.sizes, cluster, optimizer)
+    times = Times.of(score, [w.decomposition for w in score.works], cluster, program.sizes, update_s)
+    return play(score.events(times), tuple(d.name for d in cluster.devices))
 
 
 def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
@@ -163,19 +152,33 @@ def played_s(problem: Problem, found: Found) -> float:
     """The step in seconds of the plan's program as it is run: as ``played`` has it, to rounding, and quicker."""
     graph, evaluator = problem.choices.graph, problem.facts.evaluator
     sizes = {name: tuple(found.sizes[name]) for name in used_groups(found.strategies.values())}
-    groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
-    ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
-    program = draft(graph, groups, problem.world_size, found.strategies, ways, problem.drafted)
-    program = replace(program, recomputed=found.repeated)
+    score = _score(problem, found, sizes)
+    own = {(c.need.value, c.need.target, c.need.phase): c.decomposition for c in found.evaluation.conversions}
 
-    def choose(largest: Convert, nbytes: int) -> str:
-        return evaluator.forms.best(largest.kind, nbytes, largest.source, largest.target, sizes)[0]
+    def way(work: Work) -> str:
+        if work.need is not None:
+            return own[work.need]
+        return evaluator.forms.best(work.kind, work.nbytes, work.source, work.target, sizes)[0]
 
-    rewritten = run_passes(program, standard_passes(choose=choose), verify=False).program
     folded = evaluator.folds.find(dict.fromkeys(sizes.values()))
     cluster, here = (problem.cluster, sizes) if folded is None else (folded, folded.take(sizes))
-    events = _Events(graph, found.strategies, problem.optimizer, rewritten, cluster, here, problem.facts.calls)
-    return _step_s(events.all(), cluster.world_size)
+    update_s = update_seconds(graph, found.strategies, here, cluster, problem.optimizer)
+    return score.step_s(Times.of(score, [way(work) for work in score.works], cluster, here, update_s))
+
+
+def _score(problem: Problem, found: Found, sizes: GroupSizes) -> Score:
+    """Of the plan's program, drafted at these sizes of the groups that it uses; of the same strategies once."""
+    key = (chosen(found.strategies), found.regather, found.kept, found.repeated)
+    if key not in problem.scores:
+        groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
+        ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
+        graph = problem.choices.graph
+        program = draft(graph, groups, problem.world_size, found.strategies, ways, problem.drafted)
+        program = replace(program, recomputed=found.repeated)
+        rewritten = run_passes(program, standard_passes(), verify=False).program
+        measured = problem.facts.compute.is_measured
+        problem.scores[key] = score_of(rewritten, graph, found.strategies, problem.facts.calls, measured=measured)
+    return problem.scores[key]
 
 
 def are_alike(one: Found, other: Found) -> bool:
@@ -188,20 +191,6 @@ def are_alike(one: Found, other: Found) -> bool:
         and abs(ours.communication_s - theirs.communication_s) < nearly
         and abs(max(ours.compute_s) - max(theirs.compute_s)) < nearly
     )
-
-
-def _step_s(events: Iterable[Event], width: int) -> float:
-    """``play(events).step_s``, and nothing else of it: the clocks alone, of all ranks at once."""
-    free, wire, ends = np.zeros(width), 0.0, dict[str, float]()
-    for event in events:
-        match event:
-            case Local():
-                free = free + event.seconds
-            case Issue():
-                wire = ends[event.handle] = max(float(free.max()), wire) + event.seconds
-            case Await(handle=handle):
-                free = np.maximum(free, ends.pop(handle))
-    return max(float(free.max(initial=0.0)), wire)
 
 
 def _plainly(chooser: Chooser, first: Found) -> Iterator[Found]:
@@ -274,120 +263,3 @@ def _first_dims(problem: Problem, name: str) -> Iterator[str]:
         placement = strategy.outputs[0]
         if isinstance(placement, Shard) and placement.dim == 0:
             yield placement.group
-
-
-@dataclass(frozen=True)
-class _Wire:
-    """One collective: seconds on the wire, and of packing and joining on every rank (N,)."""
-
-    seconds: float
-    packing: Array
-
-
-@dataclass
-class _Events:
-    """A program's instructions as events."""
-
-    graph: Graph
-    strategies: Mapping[str, Strategy]
-    optimizer: str
-    program: Program
-    cluster: Cluster
-    sizes: GroupSizes
-    calls: Calls
-    _known: dict[tuple[object, ...], _Wire] = field(default_factory=dict)
-
-    def all(self) -> Iterator[Event]:
-        calls = self._call_seconds()
-        around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in self.cluster.devices]
-        yield Local("step", "forward", np.array(around))
-        for phase, part in (("forward", self.program.forward), ("backward", self.program.backward)):
-            for number, instruction in enumerate(part):
-                yield from self._instruction(instruction, f"{phase} {number}", phase, calls)
-        update = update_seconds(self.graph, self.strategies, self.sizes, self.cluster, self.optimizer)
-        yield Local("optimizer", "update", update)
-
-    def _instruction(
-        self, instruction: Instruction, place: str, phase: str, calls: Mapping[str, Array]
-    ) -> Iterator[Event]:
-        match instruction:
-            case Call():
-                name = self._product(instruction) if instruction.op in _FOLDED else self._node(instruction)
-                if name in calls:
-                    yield Local(name, phase, calls[name])
-            case Convert(kind="slice"):
-                yield Local(
-                    f"slice {instruction.output}", "slice", self._wire(Together((instruction,), "local")).packing
-                )
-            case Convert() | Together():
-                work = work_of(instruction)
-                assert work is not None
-                yield from self._start(place, work)
-                yield from self._wait(place, work)
-            case Start(handle=handle, work=work):
-                yield from self._start(handle, work)
-            case Wait(handle=handle, work=work):
-                yield from self._wait(handle, work)
-
-    def _node(self, call: Call) -> str:
-        return next(self.program.held[name].value.node for name in call.outputs if name is not None)
-
-    def _product(self, call: Call) -> str:
-        """The node of the product that went into ``call``: the last one before its own."""
-        node = self.graph.by_name[self._node(call)]
-        while node.op != "aten.mm.default":
-            node = self.graph.by_name[node.inputs[0].node]
-        return node.name
-
-    def _start(self, handle: str, work: Together) -> Iterator[Event]:
-        found = self._wire(work)
-        yield Local(f"pack {handle}", work.kind, found.packing / 2)
-        yield Issue(handle, ", ".join(work.outputs), work.kind, found.seconds)
-
-    def _wait(self, handle: str, work: Together) -> Iterator[Event]:
-        yield Await(handle)
-        yield Local(f"join {handle}", work.kind, self._wire(work).packing / 2)
-
-    def _wire(self, work: Together) -> _Wire:
-        nbytes = [self.program.held[m.input].meta.nbytes for m in work.members]
-        largest = max(range(len(nbytes)), key=nbytes.__getitem__)
-        source, target = work.members[largest].source, work.members[largest].target
-        key = (work.kind, work.decomposition, len(nbytes), sum(nbytes), source, target)
-        if key not in self._known:
-            sizes, n, ranks = self.sizes, self.cluster.world_size, self.cluster.fabric.world_size
-            form = collective_coefficients(
-                work.kind, work.decomposition, sum(nbytes), source, target, self.cluster, sizes=sizes
-            )
-            rho, sigma = shares(source, sizes, n), shares(target, sizes, n)
-            packing, seconds = np.zeros(n), form.constant_s
-            for stage in form.stages:
-                if stage.in_memory:
-                    packing = packing + stage.rows(rho, sigma)
-                else:
-                    seconds += stage.seconds(rho, sigma)
-            if work.kind == "all_reduce" and ranks > 1:
-                bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
-                packing = packing + 2 * sum(nbytes) / (COPY_EFFICIENCY * bandwidth)
-            if work.kind != "slice" and ranks > 1:
-                calls = _CALLS + len(nbytes) * (1 if work.kind == "all_reduce" else ranks)
-                packing = packing + calls * np.array([d.launch_s for d in self.cluster.devices])
-            self._known[key] = _Wire(seconds, packing)
-        return self._known[key]
-
-    def _call_seconds(self) -> dict[str, Array]:
-        """Node -> seconds on every rank (N,), where it takes any. Calls that are equal but for their names once."""
-        table, rows, known = ComputeTable(self.cluster.devices), dict[int, int](), list[Parts]()
-        calls = [node.name for node in self.graph.nodes if not node.is_source]
-        kinds = [self.calls.kind(name, self.strategies[name], measured=table.is_measured) for name in calls]
-        for name, kind in zip(calls, kinds, strict=True):
-            if kind not in rows:
-                rows[kind] = len(rows)
-                known.append(self.calls.parts(name, self.strategies[name]))
-        if not known:
-            return {}
-        atoms = {group: np.array(s, dtype=np.float64) for group, s in self.sizes.items()}
-        ones = np.ones(self.cluster.world_size)
-        shares = np.array([ones if p.group is None else atoms[p.group] / p.n for p in known])
-        seconds = table.of_many(known, shares)
-        busy = {kind: seconds[row] for kind, row in rows.items() if seconds[row].any()}
-        return {name: busy[kind] for name, kind in zip(calls, kinds, strict=True) if kind in busy}

@@ -27,6 +27,7 @@ from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts
 from hap.search.ratios import Shares
 from hap.search.rounding import round_shares
+from hap.search.score import Score
 from hap.search.tables import Tables
 
 KEPT = 8  # plans that the judge was asked about last
@@ -35,7 +36,8 @@ KEPT = 8  # plans that the judge was asked about last
 @dataclass(frozen=True, eq=False)
 class Problem:
     """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes;
-    ``drafted``: what the drafts of the judge have in common (``codegen.lowering.draft``)."""
+    ``drafted``: what the drafts of the judge have in common (``codegen.lowering.draft``); ``scores``: of the programs
+    that it has played."""
 
     choices: Choices
     cluster: ClusterSpec
@@ -46,6 +48,7 @@ class Problem:
     fixed: Mapping[str, Sizes]
     bundles: tuple[tuple[str, ...], ...]
     drafted: dict[object, Any] = field(default_factory=dict, repr=False)
+    scores: dict[object, Score] = field(default_factory=dict, repr=False)
     _skeletons: dict[bool, Skeleton] = field(default_factory=dict, repr=False)  # with what was solved last
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
     _prepared: dict[tuple[tuple[int, ...], bool], Prepared] = field(default_factory=dict, repr=False)

@@ -113,13 +113,14 @@ def nested(devices: ClusterSpec) -> Tried:
 @dataclass
 class Stub:
     """A search of which only the figures count that ``plan_nested`` looks at. ``glance_s``: None where nothing fits;
-    ``seen_s``: the same as run, None where it is not played."""
+    ``seen_s``: the same as run, None where it is not played; ``floor_s``: asked before the bound."""
 
     bound_s: float
     glance_s: float | None
     seen_s: float | None = None
     looked: bool = False
     nodes: int = 0
+    floor_s: float = 0.0
 
     @property
     def problem(self) -> Any:
@@ -190,6 +191,8 @@ def test_fewer_devices_are_not_planned_where_they_cannot_be_faster() -> None:
     assert chosen(Stub(1.5, 3.0), proved := Stub(3.1, 3.2), 2.5, None) == ([0], 0)
     assert chosen(Stub(0.5, 0.9), busy := Stub(0.5, 0.9), 0.8, None) == ([0], 0)
     assert not proved.looked and not busy.looked
+    assert chosen(Stub(1.5, 3.0), floored := Stub(0.0, 2.0, floor_s=3.0), 2.5, None) == ([0], 0)
+    assert not floored.looked
     assert chosen(Stub(1.5, 3.0), Stub(1.6, 3.1), 2.5, None) == ([0], 0)
     assert chosen(Stub(0.8, 1.75, 0.89), Stub(0.9, 1.7, 1.0), 0.89, None) == ([0], 0)
     assert chosen(Stub(0.8, 1.75, 0.91), Stub(0.9, 1.7, 0.95), 0.91, 0.905) == ([0, 1], 1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +25,7 @@ from hap.codegen.program import (
 )
 from hap.conversion import Need, collective_kind, find_needs, required_results
 from hap.errors import PlanError
-from hap.graph import Graph, Node, Phase, Value, map_values
+from hap.graph import Graph, Node, Phase, TensorMeta, Value, map_values
 from hap.ops import takes_device
 from hap.placement import REPLICATE, Partial, Placement, Shard, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
@@ -43,19 +44,29 @@ def lower(graph: Graph, plan: Plan) -> Program:
     return replace(program, recomputed=_recomputed(graph, plan))
 
 
+@dataclass
+class Drafts:
+    """What all drafts of one graph have in common. ``calls``: by their node and the names of what they make and read.
+    ``order``: of the calls of both parts. ``names``: of the graph's values."""
+
+    calls: dict[object, Call] = field(default_factory=dict)
+    order: tuple[tuple[Node, ...], tuple[Node, ...]] | None = None
+    names: _Names | None = None
+
+
 def draft(
     graph: Graph,
     groups: Mapping[str, GroupPlan],
     world_size: int,
     strategies: Mapping[str, Strategy],
     conversions: Iterable[tuple[Need, str]],
-    known: dict[object, Call] | None = None,
+    known: Drafts | None = None,
 ) -> Program:
     """The program of strategies that the search made itself, and of its needs with their decompositions: only to be
-    timed. As ``lower`` makes it, but nothing is checked and literals keep the sizes of the whole. ``known``: the calls
-    of other drafts of this graph, which are taken again where they read the same names."""
+    timed. As ``lower`` makes it, but nothing is checked and literals keep the sizes of the whole. ``known``: what other
+    drafts of this graph have found: its calls are taken again where they read the same names."""
     ways = {_key(need): how for need, how in conversions}
-    return _Lowering(graph, groups, world_size, strategies, ways, {} if known is None else known).run()
+    return _Lowering(graph, groups, world_size, strategies, ways, Drafts() if known is None else known).run()
 
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
@@ -132,41 +143,42 @@ class _Lowering:
         world_size: int,
         strategies: Mapping[str, Strategy],
         ways: Mapping[tuple[Value, Placement, Phase], str],
-        drafted: dict[object, Call] | None = None,
+        drafted: Drafts | None = None,
     ) -> None:
-        """Literals become local, and strategies are checked on the way; not in a draft, for which ``drafted`` keeps
-        calls by their node and the names of what they make and read."""
+        """Literals become local, and strategies are checked on the way; not in a draft, of ``drafted``."""
         self.graph, self.world_size, self.strategies, self.ways = graph, world_size, strategies, ways
         self.drafted = drafted
-        self.position = {n.name: i for i, n in enumerate(graph.nodes)}
         self.groups = _used_groups(groups, strategies.values())
-        constants = group_labels({name: group.label for name, group in self.groups.items()})
-        self.names = _Names(graph, [name for _, name in constants])
+        self.names = self._find_names()
         self.held: dict[str, Held] = {}
         self.parts: dict[Phase, list[Instruction]] = {"forward": [], "backward": []}
         self.made_in: dict[str, Phase] = {}  # name -> part; sources count as forward
         self.saved: dict[str, None] = {}
-        self.emitted: set[str] = set()
         self.converted: dict[tuple[Value, Placement, Phase], str] = {}
         self.required: dict[Value, list[Placement]] = {}
         for value, placement in required_results(graph, strategies):
             self.required.setdefault(value, []).append(placement)
+        self.resulting = frozenset(value.node for value in self.required)
+
+    def _find_names(self) -> _Names:
+        """Those of a draft do not need to differ from its groups' labels."""
+        if self.drafted is None:
+            constants = group_labels({name: group.label for name, group in self.groups.items()})
+            return _Names(self.graph, [name for _, name in constants])
+        self.drafted.names = self.drafted.names or _Names(self.graph, ())
+        return self.drafted.names.copy()
 
     def run(self) -> Program:
         graph = self.graph
         sources = tuple(self._source(n) for n in graph.nodes if n.is_source)
-        forward = self._needed((graph.loss, *graph.updates.values()))
-        backward = self._needed(tuple(graph.gradients.values()))
-        for node in graph.nodes:
-            if node.name in forward and not node.is_source:
-                assert node.phase == "forward", f"{node.name} depends on the tangent and the loss on it"
-                self._call(node, "forward")
+        forward, backward = self._order()
+        for node in forward:
+            self._call(node, "forward")
         loss = self._read(graph.loss, REPLICATE, "forward", "")
         updates = {t: self._read(v, self._homes[t], "forward", "") for t, v in graph.updates.items()}
-        for node in graph.nodes:
-            if node.name in backward and node.phase == "backward" and not node.is_source:
-                self._call_with_producers(node)
-        gradients = {t: self._gradient(t, v) for t, v in graph.gradients.items()}
+        for node in backward:
+            self._call(node, "backward")
+        gradients = {t: self._read(v, self._homes[t], "backward", "") for t, v in graph.gradients.items()}
         return Program(
             name=graph.name,
             graph_fingerprint=graph.fingerprint,
@@ -184,12 +196,36 @@ class _Lowering:
             constants=graph.constants,
         )
 
-    def _needed(self, results: Iterable[Value]) -> set[str]:
-        """Names of all nodes that ``results`` depend on."""
+    def _order(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """The calls of the forward part, and those of the backward part."""
+        if self.drafted is None:
+            return self._find_order()
+        self.drafted.order = self.drafted.order or self._find_order()
+        return self.drafted.order
+
+    def _find_order(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """Into the backward part go its calls, and before each whatever it reads that was not needed until then."""
+        graph, position = self.graph, {n.name: i for i, n in enumerate(self.graph.nodes)}
+        needed = self._needed((graph.loss, *graph.updates.values()), frozenset())
+        forward = [node for node in graph.nodes if node.name in needed and not node.is_source]
+        for node in forward:
+            assert node.phase == "forward", f"{node.name} depends on the tangent and the loss on it"
+        done = {node.name for node in graph.nodes if node.is_source or node.name in needed}
+        wanted = self._needed(graph.gradients.values(), frozenset())
+        ends = [Value(n.name) for n in graph.nodes if n.name in wanted and n.phase == "backward" and not n.is_source]
+        backward: list[Node] = []
+        for value in (*ends, *graph.gradients.values()):
+            missing = self._needed((value,), done)
+            backward += [graph.by_name[name] for name in sorted(missing, key=position.__getitem__)]
+            done |= missing
+        return tuple(forward), tuple(backward)
+
+    def _needed(self, results: Iterable[Value], done: Collection[str]) -> set[str]:
+        """Names of all nodes that ``results`` depend on, without those ``done``."""
         pending, found = [v.node for v in results], set[str]()
         while pending:
             name = pending.pop()
-            if name not in found:
+            if name not in found and name not in done:
                 found.add(name)
                 pending.extend(v.node for v in self.graph.by_name[name].inputs)
         return found
@@ -202,27 +238,10 @@ class _Lowering:
 
     def _source(self, node: Node) -> Source:
         self._arguments(node)
-        name = self._define(Value(node.name), _placed(self.strategies[node.name], 0))
+        name = self._define(Value(node.name), _placed(self.strategies[node.name], 0), node.meta)
         part: Phase = "backward" if node.op == "tangent" else "forward"
         self.made_in[name] = part
-        self.emitted.add(node.name)
         return Source(name, node.op, node.target)  # type: ignore[arg-type]
-
-    def _call_with_producers(self, node: Node) -> None:
-        """Emit ``node`` into the backward part, and before it whatever it reads that was not needed until now."""
-        waiting, missing = [node.name], {node.name}
-        while waiting:
-            for value in self.graph.by_name[waiting.pop()].inputs:
-                if value.node not in self.emitted and value.node not in missing:
-                    missing.add(value.node)
-                    waiting.append(value.node)
-        for name in sorted(missing, key=self.position.__getitem__):
-            self._call(self.graph.by_name[name], "backward")
-
-    def _gradient(self, target: str, value: Value) -> str:
-        if value.node not in self.emitted:
-            self._call_with_producers(self.graph.by_name[value.node])
-        return self._read(value, self._homes[target], "backward", "")
 
     def _call(self, node: Node, part: Phase) -> None:
         strategy = self.strategies[node.name]
@@ -235,23 +254,23 @@ class _Lowering:
             if meta is None or (value not in self.graph.users and value not in self.required):
                 outputs.append(None)
                 continue
-            name = self._define(value, _placed(strategy, index))
+            name = self._define(value, _placed(strategy, index), meta)
             self.made_in[name] = part
             outputs.append(name)
         key = (node.name, tuple(outputs), names)
-        call = None if self.drafted is None else self.drafted.get(key)
+        call = None if self.drafted is None else self.drafted.calls.get(key)
         if call is None:
             following = iter(names)
             args = map_values(args, lambda _: Value(next(following)))
             kwargs = tuple((k, map_values(v, lambda _: Value(next(following)))) for k, v in kwargs)
             call = Call(tuple(outputs), node.op, args, kwargs + _device(node), node.module)
             if self.drafted is not None:
-                self.drafted[key] = call
+                self.drafted.calls[key] = call
         self.parts[part].append(call)
-        self.emitted.add(node.name)
-        for index in range(len(node.outputs)):
-            for placement in self.required.get(Value(node.name, index), ()):
-                self._read(Value(node.name, index), placement, part, node.module)
+        if node.name in self.resulting:
+            for index in range(len(node.outputs)):
+                for placement in self.required.get(Value(node.name, index), ()):
+                    self._read(Value(node.name, index), placement, part, node.module)
 
     def _arguments(self, node: Node) -> Arguments:
         """PlanError unless the node's strategy is sound, if that is asked."""
@@ -261,8 +280,8 @@ class _Lowering:
 
     def _read(self, value: Value, target: Placement, part: Phase, module: str) -> str:
         """The name under which ``part`` finds ``value`` in ``target``, converted for ``module`` if it must be."""
-        source = _placed(self.strategies[value.node], value.index)
-        if source == target:
+        source = self.strategies[value.node].outputs[value.index]
+        if source is target or source == target:
             return self._cross(self.names.of(value), part)
         phases: tuple[Phase, ...] = ("forward",) if part == "forward" else ("backward", "forward")
         key = next((value, target, phase) for phase in phases if (value, target, phase) in self.ways)
@@ -297,9 +316,9 @@ class _Lowering:
             self.saved[name] = None
         return name
 
-    def _define(self, value: Value, placement: Placement) -> str:
+    def _define(self, value: Value, placement: Placement, meta: TensorMeta) -> str:
         name = self.names.of(value)
-        self.held[name] = Held(value, self.graph.meta(value), placement)
+        self.held[name] = Held(value, meta, placement)
         return name
 
 
@@ -314,6 +333,11 @@ class _Names:
             for index, meta in enumerate(node.outputs):
                 if meta is not None:
                     self.given[Value(node.name, index)] = self.fresh(f"{node.name}_{index}" if several else node.name)
+
+    def copy(self) -> _Names:
+        other = copy(self)
+        other.taken = set(self.taken)
+        return other
 
     def of(self, value: Value) -> str:
         return self.given[value]

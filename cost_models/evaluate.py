@@ -22,15 +22,15 @@ from hap.conversion import Need, find_needs
 from hap.cost_models.collective import Forms
 from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeModel
 from hap.cost_models.fold import Cluster, FoldedCluster, Folds
-from hap.cost_models.memory import MemoryUse, Walk, local_bytes, optimizer_state_bytes, usable_bytes
-from hap.cost_models.order import program_order, repeats
+from hap.cost_models.memory import MemoryUse, Step, Walk, find_steps, local_bytes, optimizer_state_bytes, usable_bytes
+from hap.cost_models.order import repeats
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
 from hap.cost_models.strides import Strides, find_strides
 from hap.fabric import Array
 from hap.graph import Graph, Node
-from hap.placement import GroupSizes, Placement, Shard
+from hap.placement import GroupSizes, Placement, Shard, Sizes
 from hap.plan import Conversion, Prediction, Strategy
 
 
@@ -100,13 +100,15 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What the cost of strategies needs that no sizes change. ``groups``: those that some placement shards."""
+    """What the cost of strategies needs that no sizes change. ``groups``: those that some placement shards;
+    ``evaluations``: by their sizes, for whoever asks again."""
 
     strategies: Mapping[str, Strategy]
     needs: Sequence[Need]
     groups: tuple[str, ...]
     stages: Stages
     walk: Walk
+    evaluations: dict[tuple[Sizes, ...], Evaluation] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +134,8 @@ class Evaluator:
         return self._folded.setdefault(folded.of, Forms(folded))
 
     @cached_property
-    def order(self) -> tuple[Node, ...]:
-        return program_order(self.graph)
+    def steps(self) -> Mapping[str, Step]:
+        return find_steps(self.graph, self.strides)
 
     @cached_property
     def strides(self) -> Strides:
@@ -155,7 +157,7 @@ class Evaluator:
         """What does not depend on sizes, for those who ask about several."""
         used = dict.fromkeys(p.group for s in strategies.values() for p in s.outputs + s.inputs if isinstance(p, Shard))
         again = repeats(self.graph, strategies, recomputed)
-        walk = Walk(self.graph, strategies, needs, order=self.order, strides=self.strides, again=again)
+        walk = Walk(self.graph, strategies, needs, steps=self.steps, strides=self.strides, again=again)
         measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
         stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)
         return Prepared(strategies, needs, tuple(used), stages, walk)

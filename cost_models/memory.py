@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
 from hap.placement import REPLICATE, GroupSizes, Placement, Shard
-from hap.plan import Strategy
+from hap.plan import Collective, Strategy
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered", "temporary")
 # Intermediate tensors of the first output's size that an operator of ours holds at its peak (hap/batch_norm.py).
@@ -83,20 +84,38 @@ def memory_use(
     optimizer: str,
     *,
     ranks: int | None = None,
-    order: Sequence[Node] | None = None,
-    strides: Strides | None = None,
     decompositions: Sequence[str] | None = None,
     again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
 ) -> MemoryUse:
     """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies, performed by
     ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
-    classes and ``ranks`` that of ranks. ``order`` and ``strides`` are the graph's, if known. ``again``: the calls
-    that are repeated before a call (``order.repeats``)."""
-    walk = Walk(graph, strategies, needs, order=order, strides=strides, again=again)
+    classes and ``ranks`` that of ranks. ``again``: the calls that are repeated before a call (``order.repeats``)."""
+    walk = Walk(graph, strategies, needs, again=again)
     return walk.use(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions)
 
 
-@dataclass
+class Step(NamedTuple):
+    """What a walk asks of a node, whatever its strategy: its outputs that are tensors, by number, and their bytes; the
+    intermediate tensors of the first one's size; whether it is a view, and one that must copy what nobody converts."""
+
+    node: Node
+    makes: tuple[tuple[int, Value, int], ...]
+    inner: int
+    is_view: bool
+    is_copying: bool
+
+
+def find_steps(graph: Graph, strides: Strides) -> dict[str, Step]:
+    """Of every node, in the order in which they run."""
+    found: dict[str, Step] = {}
+    for node in program_order(graph):
+        makes = tuple((i, Value(node.name, i), m.nbytes) for i, m in enumerate(node.outputs) if m is not None)
+        inner = _INNER.get(node.op.split(".")[-2] if "." in node.op else "", 0)
+        found[node.name] = Step(node, makes, inner, is_view(node), node.name in strides.copying)
+    return found
+
+
+@dataclass(slots=True)
 class _Storage:
     """One allocation: there from moment ``born`` to moment ``last``; of bytes ``times`` those of row ``piece``."""
 
@@ -107,13 +126,13 @@ class _Storage:
     last: int
 
 
-@dataclass(frozen=True)
-class _Staging:
-    """What conversion number ``need`` of a value of ``nbytes`` packs and unpacks at a moment; see ``Pieces``."""
+class _Staging(NamedTuple):
+    """What a conversion of a value of ``nbytes`` packs and unpacks; see ``Pieces``."""
 
-    moment: int
-    need: int
+    kind: Collective
     nbytes: int
+    source: Placement
+    target: Placement
     cut: bool
     across: bool
 
@@ -128,19 +147,22 @@ class Walk:
         strategies: Mapping[str, Strategy],
         needs: Sequence[Need],
         *,
-        order: Sequence[Node] | None = None,
+        steps: Mapping[str, Step] | None = None,
         strides: Strides | None = None,
         again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
     ) -> None:
+        """``steps`` and ``strides`` are the graph's, if known."""
         self.graph, self.strategies, self.needs = graph, strategies, needs
-        self.order = program_order(graph) if order is None else order
         self.strides = find_strides(graph) if strides is None else strides
+        self.steps = find_steps(graph, self.strides) if steps is None else steps
         self.again = again
         self.number = {(n.value, n.target, n.phase): i for i, n in enumerate(needs)}
         self.pieces: dict[tuple[int, Placement], int] = {}  # bytes of the whole and how it lies -> row
         self.storages: list[_Storage] = []
-        self.stagings: list[_Staging] = []
+        self.stagings: list[tuple[int, int, int]] = []  # moment, number of the conversion, of what it packs
+        self.packed: dict[_Staging, int] = {}
         self.of: dict[Value, _Storage] = {}
+        self.made: dict[Value, Placement] = {}
         self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
         self.moments: dict[str, int] = {}  # of the calls
         self.end = -1  # the latest moment
@@ -150,27 +172,42 @@ class Walk:
         results: dict[str, list[tuple[Value, Placement]]] = {}
         for value, target in required_results(self.graph, self.strategies):
             results.setdefault(value.node, []).append((value, target))
-        for node in self.order:
-            for repeated in self.again.get(node.name, ()):
-                self._call(repeated, "backward")
-            self._call(node, node.phase)
-            self.moments[node.name] = self.end
-            for value, target in results.get(node.name, ()):
-                self._held_as(value, target, node.phase)
+        for name, step in self.steps.items():
+            if name in self.again:
+                for repeated in self.again[name]:
+                    self._call(self.steps[repeated.name], "backward")
+            self._call(step, step.node.phase)
+            self.moments[name] = self.end
+            if name in results:
+                for value, target in results[name]:
+                    self._held_as(value, target, step.node.phase)
         self._keep_results()
 
-    def _call(self, node: Node, phase: Phase) -> None:
-        wanted = self.strategies[node.name].inputs
-        read = [self._held_as(value, target, phase) for value, target in zip(node.inputs, wanted, strict=True)]
+    def _call(self, step: Step, phase: Phase) -> None:
+        node, strategy, made, of = step.node, self.strategies[step.node.name], self.made, self.of
+        read = [
+            of[value] if target is made[value] or target == made[value] else self._held_as(value, target, phase)
+            for value, target in zip(node.inputs, strategy.inputs, strict=True)
+        ]
         self.end += 1
         for storage in read:
             storage.last = self.end
-        self._produce(node, read)
+        shares = step.is_view and not (step.is_copying and strategy.inputs[0] == made[node.inputs[0]])
+        kind = "parameters" if node.is_source else "activations"
+        for i, value, nbytes in step.makes:
+            placement = strategy.outputs[i]
+            if placement is None:
+                continue
+            made[value] = placement
+            if i == 0 and step.inner:
+                self._allocate("temporary", nbytes, placement, step.inner)
+            of[value] = read[0] if shares else self._allocate(kind, nbytes, placement)
 
-    def _allocate(self, kind: str, value: Value, placement: Placement, times: int = 1) -> _Storage:
-        piece = self.pieces.setdefault((self.graph.meta(value).nbytes, placement), len(self.pieces))
-        self.storages.append(_Storage(kind, piece, times, self.end, self.end))
-        return self.storages[-1]
+    def _allocate(self, kind: str, nbytes: int, placement: Placement, times: int = 1) -> _Storage:
+        piece = self.pieces.setdefault((nbytes, placement), len(self.pieces))
+        storage = _Storage(kind, piece, times, self.end, self.end)
+        self.storages.append(storage)
+        return storage
 
     def _convert(self, number: int) -> _Storage:
         need = self.needs[number]
@@ -179,16 +216,18 @@ class Walk:
         source.last = self.end
         if need.collective == "slice" and self._in_order(need.value, need.target):
             return source  # a range of its memory
-        self.stagings.append(self._staging(number, need))
-        return self._allocate("gathered" if need.collective == "all_gather" else "activations", need.value, need.target)
+        nbytes = self.graph.meta(need.value).nbytes
+        packed = self.packed.setdefault(self._staging(need, nbytes), len(self.packed))
+        self.stagings.append((self.end, number, packed))
+        return self._allocate("gathered" if need.collective == "all_gather" else "activations", nbytes, need.target)
 
-    def _staging(self, number: int, need: Need) -> _Staging:
+    def _staging(self, need: Need, nbytes: int) -> _Staging:
         value, source, target = need.value, need.source, need.target
         same_dim = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
         scattered = value in self.strides.scattered
         cut = scattered or same_dim or (isinstance(target, Shard) and not self._in_order(value, target))
         across = isinstance(source, Shard) and not self._in_order(value, source)
-        return _Staging(self.end, number, self.graph.meta(value).nbytes, cut, across)
+        return _Staging(need.collective, nbytes, source, target, cut, across)
 
     def _in_order(self, value: Value, placement: Placement) -> bool:
         """The ranks' pieces, one after another in memory, are the whole value (if that is contiguous)."""
@@ -197,32 +236,13 @@ class Walk:
 
     def _held_as(self, value: Value, target: Placement, phase: Phase) -> _Storage:
         """Where the value lies in a placement, converted now if it has not been."""
-        made = self.strategies[value.node].outputs[value.index]
+        made = self.made[value]
         if target is made or target == made:
             return self.of[value]
         key = (value, target, phase) if (value, target, phase) in self.number else (value, target, "forward")
         if key not in self.copies:
             self.copies[key] = self._convert(self.number[key])
         return self.copies[key]
-
-    def _produce(self, node: Node, read: Sequence[_Storage]) -> None:
-        shares = is_view(node) and not self._copies(node)
-        for i, (meta, placement) in enumerate(zip(node.outputs, self.strategies[node.name].outputs, strict=True)):
-            value = Value(node.name, i)
-            if meta is None or placement is None:
-                continue
-            if i == 0 and (inner := _INNER.get(node.op.split(".")[-2] if "." in node.op else "", 0)):
-                self._allocate("temporary", value, placement, inner)
-            if shares:
-                self.of[value] = read[0]
-            else:
-                kind = "parameters" if node.is_source else "activations"
-                self.of[value] = self._allocate(kind, value, placement)
-
-    def _copies(self, node: Node) -> bool:
-        """A view that must copy; what was converted for it is contiguous."""
-        value, wanted = node.inputs[0], self.strategies[node.name].inputs[0]
-        return node.name in self.strides.copying and wanted == self.strategies[value.node].outputs[value.index]
 
     def _keep_results(self) -> None:
         """Sources and results outlive the step; a gradient is one from the moment it is final."""
@@ -261,23 +281,39 @@ class Walk:
         for row, amounts in zip(changes, (own[pieces] * times[:, None]).T, strict=True):
             row += np.bincount(born, amounts, len(row)) - np.bincount(gone, amounts, len(row))
         by_kind = dict(zip(KINDS, changes.reshape(world_size, len(KINDS), moments).transpose(1, 2, 0), strict=True))
-        ways = [UNASKED[n.collective] for n in self.needs] if decompositions is None else decompositions
-        known: dict[object, Array] = {}
-        for s in self.stagings:
-            need, how = self.needs[s.need], ways[s.need]
-            key = (s.nbytes, need.source, need.target, how, s.cut, s.across)
-            if key not in known:
-                source, target, whole = (
-                    local_bytes(s.nbytes, p, sizes, world_size) for p in (need.source, need.target, REPLICATE)
-                )
-                asked = Pieces(source, target, whole, s.cut, s.across, world_size if ranks is None else ranks)
-                known[key] = staging_bytes(need.collective, how, asked)
-            by_kind["temporary"][s.moment] += known[key]
-            by_kind["temporary"][s.moment + 1] -= known[key]
-        for node in self.graph.sources("parameter"):
-            if node.target in self.graph.gradients:
-                by_kind["optimizer"][0] += own[self.of[Value(node.name)].piece] * optimizer_state_bytes(optimizer, 1)
+        if self.stagings:
+            at, packed = self._staged(sizes, world_size, world_size if ranks is None else ranks, decompositions)
+            by_kind["temporary"][at + 1] -= packed  # every conversion is a moment of its own
+            by_kind["temporary"][at] += packed
+        if self._trained:
+            state = own[self._trained] * optimizer_state_bytes(optimizer, 1)
+            by_kind["optimizer"][0] += state.sum(axis=0)
         return {kind: by_moment.cumsum(axis=0)[: self.end + 1] for kind, by_moment in by_kind.items()}
+
+    @cached_property
+    def _trained(self) -> list[int]:
+        """Rows of the pieces of all parameters that are trained."""
+        graph = self.graph
+        return [self.of[Value(n.name)].piece for n in graph.sources("parameter") if n.target in graph.gradients]
+
+    def _staged(
+        self, sizes: GroupSizes, world_size: int, ranks: int, decompositions: Sequence[str] | None
+    ) -> tuple[NDArray[np.intp], Array]:
+        """Moments (S,) and bytes (S, N) of what is packed and unpacked."""
+        ways = [UNASKED[n.collective] for n in self.needs] if decompositions is None else decompositions
+        distinct, rows, known = list(self.packed), list[Array](), dict[tuple[int, str], int]()
+        order = []
+        for _, number, packed in self.stagings:
+            key = (packed, ways[number])
+            if key not in known:
+                known[key] = len(rows)
+                s = distinct[packed]
+                source, target, whole = (
+                    local_bytes(s.nbytes, p, sizes, world_size) for p in (s.source, s.target, REPLICATE)
+                )
+                rows.append(staging_bytes(s.kind, key[1], Pieces(source, target, whole, s.cut, s.across, ranks)))
+            order.append(known[key])
+        return np.array([moment for moment, _, _ in self.stagings]), np.array(rows)[order]
 
     def use(
         self,

@@ -14,7 +14,7 @@ its members of what each really costs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hap.graph import Graph, Node, Phase, Value, map_values
@@ -176,15 +176,16 @@ def _placements(strategies: Sequence[Strategy]) -> list[Placement | None]:
     return found
 
 
-def rename_groups(placements: Iterable[Placement | None]) -> tuple[Placement | None, ...]:
-    """The same placements with groups called a0, a1, ... in order of appearance: equal for corresponding candidates."""
-    names: dict[str, str] = {}
-    renamed: list[Placement | None] = []
-    for p in placements:
-        if isinstance(p, Shard):
-            p = replace(p, group=names.setdefault(p.group, f"a{len(names)}"))
-        renamed.append(p)
-    return tuple(renamed)
+def rename_groups(placements: Iterable[Placement | None]) -> tuple[object, ...]:
+    """The same placements with groups numbered in order of appearance: equal for corresponding candidates. A shard as
+    (dim, outer, n, unit, number)."""
+    numbers: dict[str, int] = {}
+    return tuple(
+        [
+            (p.dim, p.outer, p.n, p.unit, numbers.setdefault(p.group, len(numbers))) if isinstance(p, Shard) else p
+            for p in placements
+        ]
+    )
 
 
 def _number(keyed: Iterable[tuple[K, object]]) -> dict[K, int]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 OVERLAP = 0.5  # of a step with nothing overlapped, as run. A heuristic, as is
 LIKELY = 0.95  # of the step as run at first glance, which a whole search leads to
 MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
+NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
 NEAR = 0.005  # of the step: a bound as near as that is not raised ...
 FAR = 0.8  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
 LOOSE = 0.88  # ... but by masses one that is less than this of it. Heuristics
@@ -117,8 +118,9 @@ class Tried:
 
     def takes(self, number: int, seconds: float) -> bool:
         """Whether every plan of that cluster takes so long, nothing overlapped: by what is asked most quickly."""
-        search = self.searches[number]
-        return self.compute_s(number) >= seconds or search.floor_s >= seconds or search.bound_s >= seconds
+        search, compute_s = self.searches[number], self.compute_s(number)
+        computes = compute_s >= seconds or (compute_s >= NEARLY * seconds and search.floor_s >= seconds)
+        return computes or search.bound_s >= seconds
 
     def glance(self, number: int) -> bool:
         """At one of the clusters; whether anything fits."""

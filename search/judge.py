@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -243,7 +243,10 @@ def _family(chooser: Chooser, least_s: float, throughout: Sequence[bool] = (Fals
 
 def _forced(problem: Problem, batch: str, sharded: bool, throughout: bool) -> dict[int, tuple[int, ...]]:
     """Class of a parameter or an input, ``throughout`` of a call, too -> the options that the family leaves it."""
-    found: dict[int, tuple[int, ...]] = {}
+    key = f"family by {batch}, {sharded}, {throughout}"
+    if key in problem.facts.found:
+        return cast(dict[int, tuple[int, ...]], problem.facts.found[key])
+    problem.facts.found[key] = found = dict[int, tuple[int, ...]]()
     for node in problem.choices.graph.nodes:
         options = problem.facts.candidates[node.name]
         if node.op == "parameter":

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
+from hap.codegen.lowering import Drafts
 from hap.conversion import find_needs
 from hap.cost_models.evaluate import Evaluation, Prepared
 from hap.fabric import Array
@@ -47,7 +47,7 @@ class Problem:
     classes: Classes
     fixed: Mapping[str, Sizes]
     bundles: tuple[tuple[str, ...], ...]
-    drafted: dict[object, Any] = field(default_factory=dict, repr=False)
+    drafted: Drafts = field(default_factory=Drafts, repr=False)
     scores: dict[object, Score] = field(default_factory=dict, repr=False)
     _skeletons: dict[bool, Skeleton] = field(default_factory=dict, repr=False)  # with what was solved last
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
@@ -87,11 +87,15 @@ class Problem:
     @cached_property
     def whole_s(self) -> Array:
         """Seconds that every rank would need for the whole step alone (N,)."""
-        ones, total = np.ones(self.world_size), np.zeros(self.world_size)
-        for node in self.choices.graph.nodes:
-            if not node.is_source:
-                strategy = self.choices.strategies[node.name][0]
-                total = total + self.facts.compute.seconds(self.facts.parts(node.name, strategy), ones)
+        calls, measured = self.facts.calls, self.facts.compute.is_measured
+        whole = [(n.name, self.choices.strategies[n.name][0]) for n in self.choices.graph.nodes if not n.is_source]
+        if not whole:
+            return np.full(self.world_size, 1e-12)
+        kinds = [calls.kind(name, strategy, measured=measured) for name, strategy in whole]
+        distinct = dict(zip(kinds, whole, strict=True))
+        parts, rows = [calls.parts(*call) for call in distinct.values()], {kind: i for i, kind in enumerate(distinct)}
+        seconds = self.facts.compute.of_many(parts, np.ones((len(parts), self.world_size)))
+        total: Array = seconds[[rows[kind] for kind in kinds]].cumsum(axis=0)[-1]
         return np.maximum(total, 1e-12)
 
     @cached_property
@@ -132,7 +136,14 @@ class Problem:
 
     def judge(self, strategies: Mapping[str, Strategy], sizes: GroupSizes, regather: bool) -> Evaluation:
         """What the cost model says of a whole plan: the one truth."""
-        return self.facts.evaluator.at_sizes(self.prepared(strategies, regather), sizes)
+        prepared = self.prepared(strategies, regather)
+        key = tuple(sizes[group] for group in prepared.groups)
+        known = prepared.evaluations
+        if key not in known:
+            known[key] = self.facts.evaluator.at_sizes(prepared, sizes)
+            for old in list(known)[:-KEPT]:
+                del known[old]
+        return known[key]
 
     def prepared(self, strategies: Mapping[str, Strategy], regather: bool) -> Prepared:
         """What the judge needs that no sizes change; the last few are kept: one plan is asked about at many sizes."""

@@ -56,13 +56,14 @@ def best_shares(
     fixed: Mapping[str, object],
     left_out: Sequence[int] = (),
     regather: bool = False,
+    stages: Stages | None = None,
 ) -> dict[str, Shares] | None:
     """Group -> shares, for every group of ``bundles`` that is used and not ``fixed``. None if no shares fit the memory.
 
     ``evaluation`` is that of ``strategies`` at ``sizes``; its conversions say which decomposition each collective
-    takes.
+    takes. ``stages``: those of the program, if known.
     """
-    return _Program(facts, strategies, sizes, evaluation, bundles, fixed, left_out, regather).solve()
+    return _Program(facts, strategies, sizes, evaluation, bundles, fixed, left_out, regather, stages).solve()
 
 
 @dataclass
@@ -75,6 +76,7 @@ class _Program:
     fixed: Mapping[str, object]
     left_out: Sequence[int]
     regather: bool
+    known: Stages | None
 
     def __post_init__(self) -> None:
         used = [np.array(self.sizes[bundle[0]]) > 0 for bundle in self.bundles]
@@ -127,9 +129,7 @@ class _Program:
     def _stages(self) -> None:
         """The program in order, cut where ``evaluate`` cuts it."""
         conversions = self.evaluation.conversions
-        again = repeats(self.facts.graph, self.strategies, self.facts.repeated)
-        needs, measured = [c.need for c in conversions], self.facts.compute.is_measured
-        stages = find_stages(self.facts.graph, self.strategies, needs, self.facts.calls, again, measured=measured)
+        stages = self.known or self._find_stages()
         fixed, slopes = self._local(stages)
         table = self._table(stages, fixed, slopes)
         table[-1] += self._updates()
@@ -137,6 +137,12 @@ class _Program:
             self._above("stage", rows)
             if number < len(stages.between):
                 self._collective(conversions[stages.between[number]])
+
+    def _find_stages(self) -> Stages:
+        facts, needs = self.facts, [c.need for c in self.evaluation.conversions]
+        again = repeats(facts.graph, self.strategies, facts.repeated)
+        measured = facts.compute.is_measured
+        return find_stages(facts.graph, self.strategies, needs, facts.calls, again, measured=measured)
 
     def _local(self, stages: Stages) -> tuple[Array, list[tuple[str | None, Array]]]:
         """Of what surrounds the step, every distinct call and every distinct slice: fixed seconds (W, C), the group
@@ -243,23 +249,24 @@ class _Program:
 
     def _memory(self) -> None:
         """Rows of what is held, moved up or down so that they agree with the ledger's peak at the present sizes."""
-        whole, pieces = np.zeros((MOMENTS, 1)), dict[str, Array]()  # bytes of everybody, and per share of a group
+        everywhere, dealt = list[tuple[int, Array]](), dict[str, list[tuple[int, Array]]]()
 
-        def hold(placement: Placement, nbytes: int, moments: Array) -> None:
-            nonlocal whole
+        def hold(placement: Placement | None, nbytes: int, moments: Array) -> None:
             if isinstance(placement, Shard):
-                pieces[placement.group] = pieces.get(placement.group, 0.0) + moments * nbytes
-            else:
-                whole = whole + moments * nbytes
+                dealt.setdefault(placement.group, []).append((nbytes, moments))
+            elif placement is not None:
+                everywhere.append((nbytes, moments))
 
         for name, strategy in self.strategies.items():
-            for placement, nbytes, moments in self.facts.held(name, strategy):
-                hold(placement, nbytes, moments)
+            for output, nbytes, moments in self.facts.allocations(name):
+                hold(strategy.outputs[output], nbytes, moments)
         for cost in self.evaluation.conversions:
             if cost.need.value not in self.facts.homes:
                 again = self.regather and self.facts.graph.by_name[cost.need.value.node].op == "parameter"
                 alive = self.facts.copy_alive(cost.need.value, cost.need.phase if again else "")
                 hold(cost.need.target, cost.nbytes, alive)
+        whole = _at_moments(everywhere)  # bytes of everybody, and per share of a group
+        pieces = {group: _at_moments(held) for group, held in dealt.items()}
         now = whole + sum(by * self.here[group] for group, by in pieces.items())
         spare = np.array(self.evaluation.usable_bytes) - np.array(self.evaluation.memory_bytes, dtype=np.float64)
         room = now.max(axis=0) + [spare[np.array(self.classes.of) == c].min() for c in range(self.n)]
@@ -309,3 +316,11 @@ class _Program:
             for first in dict.fromkeys(self.column.values())
         }
         return {name: tuple(by_column[first].tolist()) for name, first in self.column.items()}
+
+
+def _at_moments(held: Sequence[tuple[int, Array]]) -> Array:
+    """(MOMENTS, 1) bytes of all of these together."""
+    if not held:
+        return np.zeros((MOMENTS, 1))
+    found: Array = np.concatenate([moments for _, moments in held], axis=1) @ np.array([[float(n)] for n, _ in held])
+    return found

@@ -34,6 +34,7 @@ def reshare(problem: Problem, found: Found) -> Found:
         fixed=problem.fixed,
         left_out=found.left_out,
         regather=found.regather,
+        stages=None if found.kept else problem.prepared(found.strategies, found.regather).stages,
     )
     if not shares:
         return found

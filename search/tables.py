@@ -46,14 +46,14 @@ class Coefficients(NamedTuple):
 
 @dataclass
 class _Entries:
-    """(payer, what, weight (W,)) many times; ``what`` is numbered in order of appearance."""
+    """(payer, what, weight (W,), or a number if W is 1) many times; ``what`` is numbered in order of appearance."""
 
     width: int
     numbers: dict[object, int] = field(default_factory=dict)
     places: dict[tuple[int, int], int] = field(default_factory=dict)
-    weights: list[Array] = field(default_factory=list)
+    weights: list[Array | float] = field(default_factory=list)
 
-    def add(self, payer: int, what: object, weight: Array) -> None:
+    def add(self, payer: int, what: object, weight: Array | float) -> None:
         place = (payer, self.numbers.setdefault(what, len(self.numbers)))
         if place in self.places:
             self.weights[self.places[place]] = self.weights[self.places[place]] + weight
@@ -102,6 +102,7 @@ class Tables:
         self.held, self.copies = _Entries(MOMENTS), _Entries(MOMENTS)
         self._signatures: dict[object, Parts] = {}
         self._summed: dict[object, Array] = {}
+        self._copied: dict[object, Array | None] = {}
         self._names: dict[Placement, Placement] = {}
         for number, payer in enumerate(self.skeleton.payers):
             if isinstance(payer, NodePayer):
@@ -140,7 +141,7 @@ class Tables:
     def _node(self, number: int, members: Sequence[str], option: int) -> None:
         facts, name = self.facts, members[0]
         strategy, node = facts.candidates[name][option], facts.graph.by_name[name]
-        many = np.full(1, facts.times(members))
+        many = float(facts.times(members))
         for place, (output, nbytes, _) in enumerate(facts.allocations(name)):
             placement = strategy.outputs[output]
             if placement is not None:
@@ -180,20 +181,21 @@ class Tables:
             first = members[0]
             value, source, target = payer.values[first], payer.sources[first], payer.targets[first]
             what = _Conversion(facts.graph.meta(value).nbytes, self._named(source), self._named(target))
-            self.conversions.add(number, what, np.full(1, len(members)))
-            values = tuple(payer.values[m] for m in members)
-            alive = self._copies(values, payer.copy)
-            if alive.any():
+            self.conversions.add(number, what, float(len(members)))
+            alive = self._copies([payer.values[m] for m in members], payer.copy)
+            if alive is not None:
                 self.copies.add(number, (what.target, what.nbytes), alive)
 
-    def _copies(self, values: tuple[Value, ...], copy: str) -> Array:
-        """Of copies of these values, how many are there at every moment (MOMENTS,). Gradients are counted elsewhere."""
+    def _copies(self, values: Sequence[Value], copy: str) -> Array | None:
+        """Of copies of these values, how many are there at every moment (MOMENTS,); None if there never is one.
+        Gradients are counted elsewhere."""
         key = (values[0], len(values), copy)
-        if key not in self._summed:
+        if key not in self._copied:
             facts = self.facts
             kept = [facts.copy_alive(v, copy)[:, 0] for v in values if v not in facts.homes]
-            self._summed[key] = np.sum(kept, axis=0) if kept else np.zeros(MOMENTS)
-        return self._summed[key]
+            alive: Array = np.sum(kept, axis=0) if kept else np.zeros(MOMENTS)
+            self._copied[key] = alive if alive.any() else None
+        return self._copied[key]
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,11 +40,11 @@ def test_groups_of_equal_layers_move_together() -> None:
     assert all(len({found.groups[name].n for name in b}) == 1 for b in bundles)
 
 
-def test_groups_are_renamed_in_order_of_appearance() -> None:
+def test_groups_are_numbered_in_order_of_appearance() -> None:
     one, other = Shard(0, 1, 4, 1, "g7"), Shard(1, 1, 4, 1, "g3")
     assert rename_groups([one, REPLICATE, other, one]) == (
-        Shard(0, 1, 4, 1, "a0"),
+        (0, 1, 4, 1, 0),
         REPLICATE,
-        Shard(1, 1, 4, 1, "a1"),
-        Shard(0, 1, 4, 1, "a0"),
+        (1, 1, 4, 1, 1),
+        (0, 1, 4, 1, 0),
     )

@@ -191,7 +191,7 @@ def test_fewer_devices_are_not_planned_where_they_cannot_be_faster() -> None:
     assert chosen(Stub(1.5, 3.0), proved := Stub(3.1, 3.2), 2.5, None) == ([0], 0)
     assert chosen(Stub(0.5, 0.9), busy := Stub(0.5, 0.9), 0.8, None) == ([0], 0)
     assert not proved.looked and not busy.looked
-    assert chosen(Stub(1.5, 3.0), floored := Stub(0.0, 2.0, floor_s=3.0), 2.5, None) == ([0], 0)
+    assert chosen(Stub(0.5, 1.1), floored := Stub(0.0, 1.0, floor_s=1.1), 0.9, None) == ([0], 0)
     assert not floored.looked
     assert chosen(Stub(1.5, 3.0), Stub(1.6, 3.1), 2.5, None) == ([0], 0)
     assert chosen(Stub(0.8, 1.75, 0.89), Stub(0.9, 1.7, 1.0), 0.89, None) == ([0], 0)

@@ -255,14 +255,30 @@ def choose(
 def _solved(
     skeleton: Skeleton, proto: model_pb2.ModelProto, start: solution_pb2.BasisProto | None, gap: float, nodes: int
 ) -> Solution | None:
-    """By the linear relaxation and what it leaves open; where that comes to nothing, by branching on everything.
+    """By the linear relaxation and branching on what it leaves open; where that comes to nothing, by HiGHS alone.
     ``start``: the basis of its optimum without device rows."""
     cost, linear = np.zeros(len(proto.variables.ids)), proto.objective.linear_coefficients
     cost[list(linear.ids)] = list(linear.values)
     first = len(skeleton.row_names)
     begin = None if start is None else with_rows(start, first, len(proto.linear_constraints.ids) - first)
-    found = WarmProgram(proto).solve(cost, start=begin, gap=gap, nodes=nodes)
-    return solve_once(proto, HIGHS, branching(gap, nodes)) if found is None else found
+    program = WarmProgram(proto, [np.array(terms) for terms in skeleton.x], _stakes(proto, first))
+    found = program.solve(cost, start=begin, gap=gap, nodes=nodes)
+    if found is None and not program.is_empty:
+        return solve_once(proto, HIGHS, branching(gap, nodes))
+    return found
+
+
+def _stakes(proto: model_pb2.ModelProto, first: int) -> Array:
+    """Of every variable (V,) what it takes of the row from ``first`` on that it takes most of, as a part of the row's
+    limit; where that is 0, of the most that any variable takes."""
+    matrix, upper = proto.linear_constraint_matrix, np.array(proto.linear_constraints.upper_bounds)
+    rows, columns, taken = np.array(matrix.row_ids), np.array(matrix.column_ids), np.array(matrix.coefficients)
+    largest, found = np.zeros(len(upper)), np.zeros(len(proto.variables.ids))
+    np.maximum.at(largest, rows, taken)
+    own = (rows >= first) & (taken > 0.0)
+    limits = np.where(upper > 0.0, upper, largest)[rows[own]]
+    np.maximum.at(found, columns[own], taken[own] / limits)
+    return found
 
 
 def _choice(skeleton: Skeleton, solved: Solution, rows: int) -> Choice:

@@ -32,7 +32,7 @@ from hap.plan import Recomputed, Strategy
 from hap.search.classes import Candidates, find_colours
 from hap.search.wires import Wires
 
-MOMENTS = 5
+MOMENTS = 9
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,6 +63,7 @@ class KeptSolver:
         self.cost[list(linear.ids)] = list(linear.values)
         self.upper = np.array(proto.variables.upper_bounds)
         self.basis: solution_pb2.BasisProto | None = None  # of the last solution of a linear program
+        self.ended = ""  # in what state it was left last
         self._solver = solver.new(kind, proto, parameters_pb2.SolverInitializerProto())
 
     def minimise(self, cost: Array) -> None:
@@ -106,6 +107,7 @@ class KeptSolver:
         registration = callback_pb2.CallbackRegistrationProto()
         result = self._solver.solve(parameters, wanted, None, registration, None, None)
         self.basis = next((s.basis for s in result.solutions if s.HasField("basis")), None)
+        self.ended = _reason(result)
         return _solution(result, self.width)
 
 
@@ -148,14 +150,17 @@ def _solution(result: result_pb2.SolveResultProto, width: int) -> Solution | Non
     if not found:
         return None
     point = found[0].primal_solution
-    reason = result_pb2.TerminationReasonProto.Name(result.termination.reason)
     return Solution(
         _dense(point.variable_values, width),
         point.objective_value,
         result.termination.objective_bounds.dual_bound,
-        reason.removeprefix("TERMINATION_REASON_").lower(),
+        _reason(result),
         _dense(found[0].dual_solution.reduced_costs, width) if found[0].HasField("dual_solution") else None,
     )
+
+
+def _reason(result: result_pb2.SolveResultProto) -> str:
+    return result_pb2.TerminationReasonProto.Name(result.termination.reason).removeprefix("TERMINATION_REASON_").lower()
 
 
 def _dense(sparse: sparse_containers_pb2.SparseDoubleVectorProto, width: int) -> Array:

@@ -13,32 +13,45 @@ that is 0 in the relaxation, a point where it is 1 costs at least L + d: if that
 choice. In a choice not only the decisions are 0 or 1: they fix the flows, and a conversion is the largest of its flows,
 or can be, since it costs no less than nothing and holds memory. Of what is left HiGHS' presolve removes most, where on
 the whole program it takes ten times as long.
+
+Where the decisions are named, as they are of programs with rows of memory, they are branched on first, with the same
+solver (``branches``). That nearly always ends with the optimum; what it leaves open goes to HiGHS as above, with U the
+best point that it met.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
 
 from hap.fabric import Array
-from hap.search.protos import DUAL, HIGHS, OFF, KeptSolver, Solution, branching, seeded, solve_once
+from hap.search.branches import INTEGRAL, RELAXED, Branches, Decision, Part
+from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
 
-INTEGRAL = 1e-6  # a value this close to 0 or 1 is 0 or 1
+WORK = 1_600_000  # variables times relaxations of one program, before what is left is given to HiGHS
+FEWEST = 60  # relaxations, of however many variables
 
 
 class WarmProgram:
-    """One set of rows; the objective and the upper bounds change from solution to solution."""
+    """One set of rows; the objective and the upper bounds change from solution to solution. ``decisions``: all integer
+    variables in sets of which exactly one is 1, and the ``stakes`` (V,), if they are to be branched on here (see
+    ``branches``)."""
 
-    def __init__(self, proto: model_pb2.ModelProto) -> None:
-        self.proto = proto
+    def __init__(
+        self, proto: model_pb2.ModelProto, decisions: Sequence[Decision] = (), stakes: Array | None = None
+    ) -> None:
+        self.proto, self.decisions, self.stakes = proto, decisions, stakes
         self.integers = np.array(proto.variables.integers, dtype=bool)
+        assert not decisions or sorted(np.concatenate(decisions)) == np.flatnonzero(self.integers).tolist()
         relaxed = model_pb2.ModelProto()
         relaxed.CopyFrom(proto)
         relaxed.variables.integers[:] = [False] * len(self.integers)
         self.solver = KeptSolver(relaxed)
         self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
+        self.is_empty = False  # whether what was asked last is proved to have no point
         self._asked: tuple[bytes, bytes, float, int] | None = None  # last
         self._found: Solution | None = None
 
@@ -65,7 +78,8 @@ class WarmProgram:
     ) -> Solution | None:
         self.solver.limit(upper)
         self.solver.minimise(cost)
-        relaxed = self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF), reduced=True, start=start)
+        relaxed = self.solver.solve(RELAXED, reduced=True, start=start)
+        self.is_empty = self.solver.ended == "infeasible"
         if relaxed is None or not relaxed.is_optimal:
             return None
         between = np.minimum(np.abs(relaxed.values), np.abs(relaxed.values - 1)) > INTEGRAL
@@ -73,15 +87,32 @@ class WarmProgram:
             return relaxed
         kept = self.integers & ~between
         whole, branch = relaxed.values.round(), partial(self._branched, cost, branching(gap, nodes))
-        found = branch(np.where(kept, whole, self.lower), np.where(kept, whole, upper))
+        found, bound = self._by_decisions(upper, relaxed)
+        if found is None and not self.is_empty:
+            found = branch(np.where(kept, whole, self.lower), np.where(kept, whole, upper))
         if found is None:
             return None
-        if found.objective - relaxed.objective <= gap * abs(found.objective):
-            return Solution(found.values, found.objective, relaxed.objective, relaxed.status)
+        if found.objective - bound <= gap * abs(found.objective):
+            return Solution(found.values, found.objective, min(bound, found.objective), relaxed.status)
         assert relaxed.reduced_costs is not None
         worth = found.objective - relaxed.objective + INTEGRAL * abs(found.objective)
         ruled_out = (upper == 1.0) & (relaxed.values < INTEGRAL) & (relaxed.reduced_costs > worth)
-        return branch(self.lower, np.where(ruled_out, 0.0, upper))
+        rest = branch(self.lower, np.where(ruled_out, 0.0, upper))
+        if rest is None:
+            return found._replace(bound=bound, status="feasible")
+        best = min(rest, found, key=lambda point: point.objective)
+        return best._replace(bound=min(max(rest.bound, bound), best.objective), status=rest.status)
+
+    def _by_decisions(self, upper: Array, relaxed: Solution) -> tuple[Solution | None, float]:
+        """The best point that ``Branches`` finds, and what no point is below; None where there are no decisions, and
+        where there is no point, which ``is_empty`` then says."""
+        if not self.decisions:
+            return None, relaxed.objective
+        assert self.stakes is not None
+        tree = Branches(self.solver, self.decisions, self.stakes, max(FEWEST, WORK // len(upper)))
+        tree.search(Part(upper, relaxed))
+        self.is_empty = tree.best is None and tree.bound == np.inf
+        return tree.best, tree.bound
 
     def _branched(
         self, cost: Array, parameters: parameters_pb2.SolveParametersProto, lower: Array, upper: Array

@@ -1,0 +1,180 @@
+"""Branch and bound over decisions, by a linear relaxation that a simplex solver keeps.
+
+Where memory is nearly full the relaxation mixes the options of every layer, a third of one that is fast and two thirds
+of one that is lean, and is as much as a sixth below the best choice: rows of memory are knapsacks. A solver that knows
+nothing of the program looks for cuts and for points for seconds before it branches; yet few decisions matter, and once
+they are taken the rest is nearly whole. So they are branched on here, in two, each half solved by a few dual simplex
+steps from the basis of the one before: bounds alone change, so that every basis stays dual feasible.
+
+    in two      of a decision, the option with the largest x[i] is taken, or it is not
+    decision    the one that is expected to raise the bounds of its halves most, in product. A half's bound rises by
+                what it rose by when the decision was branched on before, for each 1 that its x[i] was from whole; of a
+                decision that never was, by the mean of all such rises over their stakes, times its own. The stake says
+                how unlike those options are that are mixed: with w[i] what option i takes of the row that it takes
+                most of, sum_i x[i] |w[i] - sum_j x[j] w[j]|
+    next        the half with the lower bound while that is below the best point, else the part with the lowest
+    ruled out   with U the best point's objective, L and d a part's bound and reduced costs: what is 0 and has L + d > U
+
+A part whose bound is not below U, to ``EXACT`` of it, is closed. No choice is below the least bound of all parts, open
+or closed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hap.fabric import Array
+from hap.search.protos import DUAL, OFF, KeptSolver, Solution, seeded
+
+Decision = NDArray[np.int64]  # the variables of which exactly one is 1
+INTEGRAL = 1e-6  # a value this close to 0 or 1 is 0 or 1
+EXACT = 1e-6  # of the objective: a part that can gain less is closed
+LEAST = 1e-5  # of a part's bound: a half is taken to rise by no less, so that the other one counts
+NEAR = 1e-3  # from whole: a rise for each 1 is not told from less
+NO_POINT = 0.1  # of a part's bound: a half without a point is taken to rise by so much, or to the best point
+RELAXED = seeded(lp_algorithm=DUAL, presolve=OFF)  # presolve would take longer than most solutions, and hide the basis
+
+
+@dataclass(frozen=True)
+class Part:
+    """All choices within these upper bounds (V,), and their relaxation."""
+
+    upper: Array
+    relaxed: Solution
+
+    @property
+    def bound(self) -> float:
+        return self.relaxed.objective
+
+
+class Rises:
+    """By how much the bounds of halves rose for each 1 from whole: how often, and in sum, of every decision (2, D)."""
+
+    def __init__(self, decisions: int) -> None:
+        self.times, self.total = np.zeros((2, decisions)), np.zeros((2, decisions))
+        self.stakes = np.zeros((2, decisions))  # when they were branched on first
+
+    def add(self, half: int, decision: int, rise: float, from_whole: float, stake: float) -> None:
+        if not self.times[half, decision]:
+            self.stakes[half, decision] = stake
+        self.times[half, decision] += 1.0
+        self.total[half, decision] += rise / max(from_whole, NEAR)
+
+    def expected(self, from_whole: Array, stakes: Array) -> Array:
+        """(2, D) for ``from_whole`` (2, D) and ``stakes`` (D,); the stake, where nothing is known of any decision."""
+        means, all_stakes = self.total / np.maximum(self.times, 1.0), self.stakes.sum()
+        by_stake = stakes * (means.sum() / all_stakes if all_stakes else 1.0)
+        return from_whole * np.where(self.times > 0.0, means, by_stake)
+
+
+@dataclass
+class Branches:
+    """``stakes`` (V,): what each variable takes of the row that it takes most of, as a part of that row's limit. No
+    further relaxation is solved after ``most``. ``best`` is the best point met, and no choice is below the lesser of
+    its objective and ``bound``."""
+
+    solver: KeptSolver
+    decisions: Sequence[Decision]
+    stakes: Array
+    most: int
+    best: Solution | None = None
+    bound: float = np.inf
+    solved: int = 0
+    _open: list[tuple[float, int, Part]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        widest = max(len(d) for d in self.decisions)
+        self._rises = Rises(len(self.decisions))
+        self._options = np.array([np.pad(d, (0, widest - len(d)), mode="edge") for d in self.decisions])  # (D, options)
+        self._are = np.arange(widest) < np.array([[len(d)] for d in self.decisions])
+        self._takes = self.stakes[self._options]
+
+    def search(self, root: Part) -> None:
+        """The best choice of ``root``."""
+        part: Part | None = root
+        while part is not None and self.solved < self.most:
+            part = self._next(part)
+        left = [bound for bound, _, _ in self._open] + ([] if part is None else [part.bound])
+        self.bound = min([self.bound, *left])
+
+    def _next(self, part: Part) -> Part | None:
+        """After ``part``, which is closed or divided: the part to go on with."""
+        halves = [] if self._is_done(part) else self._divided(part)
+        halves.sort(key=lambda half: half.bound)
+        for half in halves[1:]:
+            heapq.heappush(self._open, (half.bound, self.solved, half))
+        if halves:
+            return halves[0]
+        return heapq.heappop(self._open)[2] if self._open else None
+
+    def _is_done(self, part: Part) -> bool:
+        """Whether nothing in it is better than the best, which it may be itself."""
+        if self.best is None or part.bound < self.best.objective - EXACT * abs(self.best.objective):
+            if not self._whole(part.relaxed.values).all():
+                return False
+            self.best = part.relaxed
+        self.bound = min(self.bound, part.bound)
+        return True
+
+    def _divided(self, part: Part) -> list[Part]:
+        """Its halves that have a point."""
+        number, option, stake = self._chosen(part)
+        upper, x = self._without_dearer(part), float(part.relaxed.values[option])
+        taken, left = upper.copy(), upper.copy()
+        taken[self.decisions[number]] = 0.0
+        taken[option], left[option] = 1.0, 0.0
+        found = []
+        for half, bounds, from_whole in ((0, taken, 1.0 - x), (1, left, x)):
+            solved = self._part(bounds, part.bound)
+            rise = self._most_rise(part) if solved is None else solved.bound - part.bound
+            self._rises.add(half, number, rise, from_whole, stake)
+            found += [] if solved is None else [solved]
+        return found
+
+    def _whole(self, values: Array) -> NDArray[np.bool_]:
+        """Which decisions are taken (D,)."""
+        x = values[self._options]
+        return (np.minimum(x, 1.0 - x) <= INTEGRAL).all(axis=1)
+
+    def _chosen(self, part: Part) -> tuple[int, int, float]:
+        """The decision to branch on, its option with the largest value, and how unlike those are that are mixed."""
+        x = np.where(self._are, part.relaxed.values[self._options], 0.0)
+        mixed = (x * np.abs(self._takes - (x * self._takes).sum(axis=1, keepdims=True))).sum(axis=1)
+        option, largest = x.argmax(axis=1), x.max(axis=1)
+        stakes = mixed / np.maximum(2.0 * largest * (1.0 - largest), NEAR)
+        enough = np.inf if self.best is None else self.best.objective - part.bound
+        rises = np.minimum(self._rises.expected(np.array([1.0 - largest, largest]), stakes), enough)
+        worth = np.maximum(rises, LEAST * abs(part.bound)).prod(axis=0)
+        worth[self._whole(part.relaxed.values)] = -1.0
+        chosen = int(np.lexsort((-mixed.round(9), -worth.round(12)))[0])
+        return chosen, int(self._options[chosen, option[chosen]]), float(stakes[chosen])
+
+    def _most_rise(self, part: Part) -> float:
+        """What the bound of a half without a point is taken to have risen by."""
+        far = NO_POINT * abs(part.bound)
+        return far if self.best is None else max(far, self.best.objective - part.bound)
+
+    def _without_dearer(self, part: Part) -> Array:
+        if self.best is None:
+            return part.upper
+        x, reduced = part.relaxed.values, part.relaxed.reduced_costs
+        assert reduced is not None
+        worth = self.best.objective - part.bound + INTEGRAL * abs(self.best.objective)
+        return np.where((part.upper == 1.0) & (x < INTEGRAL) & (reduced > worth), 0.0, part.upper)
+
+    def _part(self, upper: Array, bound: float) -> Part | None:
+        """The choices within these bounds; None if there are none, or if the simplex method fails, and then all that is
+        known of them is ``bound``."""
+        self.solver.limit(upper)
+        self.solved += 1
+        relaxed = self.solver.solve(RELAXED, reduced=True)
+        if relaxed is not None and relaxed.is_optimal:
+            return Part(upper, relaxed)
+        if self.solver.ended != "infeasible":
+            self.bound = min(self.bound, bound)
+        return None

@@ -1,0 +1,203 @@
+"""Branch and bound over decisions finds what exhaustive search finds, and says honestly what it left open."""
+
+import itertools
+
+import numpy as np
+import pytest
+from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
+
+from hap.placement import GroupSizes
+from hap.search import warm
+from hap.search.branches import RELAXED, Branches, Part, Rises
+from hap.search.milp import _priced, _stakes, choose
+from hap.search.pins import Pins
+from hap.search.problem import Problem
+from hap.search.protos import HIGHS, KeptSolver, Solution, branching, fill_matrix, solve_once
+from hap.search.rounding import round_shares
+from hap.search.tables import Prices
+from hap.search.warm import WarmProgram
+from tests.search.models import cluster, mlp
+
+OPTIONS, DECISIONS, ROWS = 3, 7, 3
+
+
+class Shop:
+    """Seven decisions between three options each, which cost more where they hold less, and three rows of memory."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        width = OPTIONS * DECISIONS
+        self.held = (rng.integers(5, 60, width) * rng.uniform(0.7, 1.3, (ROWS, width))).round(1)
+        self.cost = 200.0 / self.held.mean(axis=0) + rng.integers(0, 4, width)
+        self.decisions = [np.arange(OPTIONS * d, OPTIONS * (d + 1)) for d in range(DECISIONS)]
+        leanest = np.sum([self.held[:, d].min(axis=1) for d in self.decisions], axis=0)
+        self.limits = leanest + rng.uniform(0.0, 1.0) * (self.held.sum(axis=1) / OPTIONS - leanest)
+        self.stakes = (self.held / self.limits[:, None]).max(axis=0)
+
+    def program(self) -> model_pb2.ModelProto:
+        proto, width = model_pb2.ModelProto(), OPTIONS * DECISIONS
+        proto.variables.ids.extend(range(width))
+        proto.variables.lower_bounds.extend([0.0] * width)
+        proto.variables.upper_bounds.extend([1.0] * width)
+        proto.variables.integers.extend([True] * width)
+        proto.objective.linear_coefficients.ids.extend(range(width))
+        proto.objective.linear_coefficients.values.extend(self.cost.tolist())
+        proto.linear_constraints.ids.extend(range(DECISIONS + ROWS))
+        proto.linear_constraints.lower_bounds.extend([1.0] * DECISIONS + [-np.inf] * ROWS)
+        proto.linear_constraints.upper_bounds.extend([1.0] * DECISIONS + self.limits.tolist())
+        fill_matrix(
+            proto, [(d, int(v), 1.0) for d, own in enumerate(self.decisions) for v in own], self.held, DECISIONS
+        )
+        return proto
+
+    def least(self) -> float:
+        """Of all 2,187 ways to decide; infinite if none fits."""
+        ways = np.array(list(itertools.product(*self.decisions)))
+        fits = (self.held[:, ways].sum(axis=2) <= self.limits[:, None]).all(axis=0)
+        return float(self.cost[ways].sum(axis=1)[fits].min(initial=np.inf))
+
+    def rooted(self, solver: KeptSolver | None = None) -> tuple[KeptSolver, Part | None]:
+        proto = self.program()
+        proto.variables.integers[:] = [False] * len(proto.variables.ids)
+        solver = solver or KeptSolver(proto)
+        relaxed = solver.solve(RELAXED, reduced=True)
+        return solver, None if relaxed is None else Part(np.ones(len(self.cost)), relaxed)
+
+
+def test_the_optimum_of_exhaustive_search() -> None:
+    """Where the relaxation mixes options, too, as it mostly does; and where nothing fits, that is known."""
+    mixed = empty = 0
+    for seed in range(80):
+        shop = Shop(seed)
+        least, asked = shop.least(), WarmProgram(shop.program(), shop.decisions, shop.stakes)
+        found = asked.solve(shop.cost)
+        assert (found is None) == (least == np.inf) == asked.is_empty
+        _, root = shop.rooted()
+        empty += found is None and root is not None
+        if found is not None:
+            assert root is not None
+            mixed += found.objective > root.bound * 1.001
+            assert found.objective == pytest.approx(least, rel=1e-9)
+            assert least * (1 - 2e-6) <= found.bound <= found.objective
+            assert (shop.held @ found.values <= shop.limits + 1e-6).all() and found.status == "optimal"
+            assert shop.cost @ found.values == pytest.approx(least, rel=1e-9)
+    assert mixed >= 40 and empty >= 1, (mixed, empty)
+
+
+@pytest.mark.parametrize("most", [0, 2, 6, 12])
+def test_stopped_early_the_bound_is_below_the_optimum(most: int) -> None:
+    """And the best, if there is one, is a point; with no relaxation solved the bound is the root's."""
+    rose = 0
+    for seed in range(40):
+        shop = Shop(seed)
+        (solver, root), least = shop.rooted(), shop.least()
+        if root is None:
+            continue
+        tree = Branches(solver, shop.decisions, shop.stakes, most)
+        tree.search(root)
+        assert tree.solved <= most + 1
+        assert root.bound - 1e-6 <= tree.bound <= least * (1 + 1e-9)
+        rose += tree.bound > root.bound * 1.001
+        assert most or tree.bound == root.bound
+        if tree.best is not None:
+            assert (shop.held @ tree.best.values <= shop.limits + 1e-6).all()
+            assert tree.best.objective >= least * (1 - 1e-9)
+    assert (rose > 0) == (most > 0)
+
+
+def test_what_is_left_open_goes_to_the_other_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "WORK", 0)
+    monkeypatch.setattr(warm, "FEWEST", 4)
+    for seed in range(30):
+        shop = Shop(seed)
+        least, asked = shop.least(), WarmProgram(shop.program(), shop.decisions, shop.stakes)
+        found = asked.solve(shop.cost)
+        if found is not None:
+            assert found.objective == pytest.approx(least, rel=1e-5)
+            assert found.bound <= least * (1 + 1e-9)
+        else:  # nothing fits, or what the relaxation has whole admits none: then the caller asks for everything
+            assert least == np.inf or not asked.is_empty
+
+
+class Failing(KeptSolver):
+    """A simplex method that fails from the third solution on."""
+
+    left = 3
+
+    def solve(
+        self,
+        parameters: parameters_pb2.SolveParametersProto,
+        *,
+        reduced: bool = False,
+        start: solution_pb2.BasisProto | None = None,
+    ) -> Solution | None:
+        self.left -= 1
+        found = super().solve(parameters, reduced=reduced, start=start)
+        if self.left > 0:
+            return found
+        self.ended = "numerical_error"
+        return None
+
+
+def test_where_the_simplex_method_fails_nothing_is_claimed() -> None:
+    """A part that could not be solved counts with the bound of what it is a part of."""
+    claimed = 0
+    for seed in range(20):
+        shop = Shop(seed)
+        proto = shop.program()
+        proto.variables.integers[:] = [False] * len(proto.variables.ids)
+        solver, root = shop.rooted(Failing(proto))
+        if root is not None:
+            tree = Branches(solver, shop.decisions, shop.stakes, 1000)
+            tree.search(root)
+            claimed += tree.best is None
+            assert tree.bound <= shop.least() and tree.bound < np.inf
+    assert claimed >= 10
+
+
+def test_rises_are_per_one_from_whole_and_by_stake_where_none_is_known() -> None:
+    rises = Rises(3)
+    whole, stakes = np.array([[0.5, 0.25, 0.75], [0.5, 0.75, 0.25]]), np.array([2.0, 4.0, 1.0])
+    assert rises.expected(whole, stakes).tolist() == [[1.0, 1.0, 0.75], [1.0, 3.0, 0.25]]  # from whole times stake
+    rises.add(0, 0, 3.0, 0.5, 2.0)  # 6 for each 1, at a stake of 2: 3 for each of stake
+    rises.add(0, 0, 1.0, 0.5, 9.0)  # 2 for each 1; on average 4, which is 2 for each of the stake that it had first
+    assert rises.expected(whole, stakes).tolist() == [[2.0, 2.0, 1.5], [2.0, 6.0, 0.5]]
+
+
+def sized(problem: Problem) -> GroupSizes:
+    return {name: round_shares([3, 2], g.n) for name, g in problem.choices.groups.items()}
+
+
+@pytest.mark.parametrize("barriers", [True, False])
+def test_layers_that_hardly_fit_as_the_other_solver_alone_would_choose(barriers: bool) -> None:
+    """Three layers on two devices, with less and less memory until nothing fits."""
+    problem = Problem.state(mlp(64, 64, 3), cluster((3, "1GB"), (2, "1GB"), network="1GB/s"), "adamw", Pins())
+    tables, seen = problem.tables(False), list[float]()
+    for room in range(190, 70, -15):
+        prices = Prices(tables, sized(problem), np.full(2, room * 1e3))
+        found = choose(tables.skeleton, prices, barriers=barriers, warm=True)
+        alone = by_highs(problem, prices, barriers)
+        assert (found is None) == (alone is None)
+        if found is not None and alone is not None:
+            assert found.objective_s * 1e3 == pytest.approx(alone, rel=2e-6)
+            assert found.bound_s <= found.objective_s and found.gap <= 1e-6
+            seen.append(found.objective_s)
+        else:
+            seen.append(np.inf)
+    assert seen == sorted(seen) and len(set(seen)) >= 3 and seen[-1] == np.inf
+
+
+def by_highs(problem: Problem, prices: Prices, barriers: bool) -> float | None:
+    """Of the whole program, in milliseconds."""
+    proto = _priced(prices.tables.skeleton, prices.coefficients(), barriers, True)
+    found = solve_once(proto, HIGHS, branching(1e-9, 100_000))
+    return None if found is None else found.objective
+
+
+def test_stakes_are_parts_of_a_rows_limit() -> None:
+    """The first variable takes 3 of 4 and 1 of 8; the second 2 of 4 and 6 of 8; rows before them do not count."""
+    shop = model_pb2.ModelProto()
+    shop.variables.ids.extend(range(2))
+    shop.linear_constraints.upper_bounds.extend([1.0, 4.0, 8.0])
+    fill_matrix(shop, [(0, 0, 1.0), (0, 1, 1.0)], np.array([[3.0, 2.0], [1.0, 6.0]]), 1)
+    assert _stakes(shop, 1).tolist() == [0.75, 0.75]

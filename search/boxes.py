@@ -1,23 +1,21 @@
-"""The joint bound case by case: how much of the batch, and of another group, each host works on.
+"""The joint bound case by case: how much of the batch each host works on.
 
-The relaxation lets every call, and every collective, have shares of its own; but a step has one vector of batch sizes,
-and one of every other group, such as the positions in a sequence. So the bound is proved separately for boxes that
-together hold all vectors of some groups, the batch's first, and the least of their bounds holds for all (branch and
-bound over the boxes). Symbols: N samples; j a *part*, the ranks of one class on the host of its kind that has most of
-the batch (any plan has one: alike hosts can change names), or on the other hosts of that kind; R[j] the fraction of
-the batch on it, of n[j] ranks; a box says low[j] <= R[j] <= high[j]. In a box
+The relaxation lets every call, and every collective, have shares of its own; but a step has one vector of batch sizes.
+So the bound is proved separately for boxes that together hold all of these vectors, and the least of their bounds holds
+for all (branch and bound over the boxes). Symbols: N samples; j a *part*, the ranks of one class on the host of its
+kind that has most of the batch (any plan has one: alike hosts can change names), or on the other hosts of that kind;
+R[j] the fraction of the batch on it, of n[j] ranks; a box says low[j] <= R[j] <= high[j]. In a box
 
     T >= sum_j u[j] t[busiest rank of j] + v[j] sum of t[r in j]        sum_j u[j] + n[j] v[j] = 1, u, v >= 0
 
-for any such weights, and the calls of a path (``chain``) may have other weights for every group in boxes, and for all
-other groups. Under a strategy that shards the batch a rank with share m needs at least F + m s seconds
-(nothing without a share, if it is idle then), so with low[j] > 0, as the busiest rank's m is at least R[j] / n[j] and
-a whole number of samples,
+for any such weights, and the calls of a path (``chain``) may have other weights where they are dealt out by the batch
+than where they are by another group. Under a strategy that shards the batch a rank with share m needs at least F + m s
+seconds (nothing without a share, if it is idle then), so with low[j] > 0, as the busiest rank's m is at least
+R[j] / n[j] and a whole number of samples,
 
     sum_r w t >= min over R in the box of sum_j u[j] (F + s R[j] / n[j]) + v[j] (F + s R[j])            (_batch)
 
-and so for another group that has boxes, but that the rank of part j which is busiest by the batch may have nothing of
-it, and as in ``bound`` under all other strategies, whose shares no box restricts. The least over R, whose parts sum to
+and as in ``bound`` under all other strategies, whose shares no box restricts. The least over R, whose parts sum to
 one, is found greedily. What all-to-alls between shards take at least in a box is said in ``crossing``; ``cases``
 searches the boxes.
 """
@@ -37,12 +35,13 @@ from hap.fabric import Array
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
 from hap.search.chain import find_chain
-from hap.search.crossing import Box, Port, crossing_s, find_parts, find_ports, pairs
+from hap.search.crossing import Box, Port, crossing_s, find_parts, find_ports
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.relaxation import Relaxation
 
-REPLICATED, OTHER, BATCH = range(3)  # how a strategy deals out a call; by the next group that has boxes: BATCH + 1, ...
+REPLICATED, OTHER, BATCH = range(3)  # how a strategy deals out a call
+SETS = 2  # of weights: one for the batch, and one for all other groups
 TINY = 1e-6  # share: the side of the roofline of small shares
 
 
@@ -61,12 +60,11 @@ class Line(NamedTuple):
 
 @dataclass(eq=False)
 class Boxes:
-    """The relaxation's prices for boxes of sizes. ``dealt``: the groups that have them, with their atoms, the batch's
-    first."""
+    """The relaxation's prices for boxes of sizes. ``batch``: its group and how many samples it has."""
 
     facts: Facts
     relaxed: Relaxation
-    dealt: tuple[tuple[str, int], ...]
+    batch: tuple[str, int]
     _lines: dict[Line, int] = field(default_factory=dict)
     _known: dict[object, int] = field(default_factory=dict)
 
@@ -75,10 +73,8 @@ class Boxes:
         self.ranks = np.array([p.ranks for p in self.parts], dtype=np.float64)
         width = len(self.relaxed.cost)
         self.wire = np.zeros(width)  # ms of a unit of every variable that no share changes
-        self.hows = {group: BATCH + g for g, (group, _) in enumerate(self.dealt)}
-        self.atoms = np.array([n for _, n in self.dealt])
-        self.kinds = pairs(len(self.dealt))
-        self.crossing = np.zeros((len(self.dealt) + len(self.kinds), width))  # bytes of it, by kind (``crossing``)
+        self.group, self.samples = self.batch
+        self.crossing = np.zeros(width)  # bytes of it between the batch and another group
         chained = self._chained()
         entries: list[tuple[int, float, int]]
         entries = [(v, count, self._call(name, i, name in chained)) for v, count, name, i in self.relaxed.options]
@@ -88,9 +84,8 @@ class Boxes:
                 entries.append((v, 1 / each, self._slice(nbytes, source, target)))
                 continue
             self.wire[v] += self.relaxed.least.seconds(kind, nbytes) * MS / each
-            crossed = self._crossed(source, target) if kind == "all_to_all" else None
-            if crossed is not None:
-                self.crossing[crossed, v] += nbytes / each
+            if kind == "all_to_all" and self._is_crossed(source, target):
+                self.crossing[v] += nbytes / each
         self.variable, self.line = (np.array([e[i] for e in entries], dtype=np.int64) for i in (0, 2))
         self.times = np.array([e[1] for e in entries], dtype=np.float64)
         lines = list(self._lines)
@@ -102,12 +97,12 @@ class Boxes:
     @property
     def everything(self) -> Box:
         width = len(self.parts)
-        return Box((0,) * (len(self.dealt) * width), tuple(n for _, n in self.dealt for _ in range(width)))
+        return Box((0,) * width, (self.samples,) * width)
 
     def fractions(self, box: Box) -> tuple[Array, Array]:
-        """(G, J) from which fraction of every group to which it is on every part."""
-        low, high = (np.array(side, dtype=np.float64).reshape(len(self.dealt), -1) for side in box)
-        return low / self.atoms[:, None], high / self.atoms[:, None]
+        """(J,) from which fraction of the batch to which it is on every part."""
+        low, high = (np.array(side, dtype=np.float64) for side in box)
+        return low / self.samples, high / self.samples
 
     # -- what the variables are --------------------------------------------------------------------------------------
 
@@ -122,7 +117,7 @@ class Boxes:
         if facts.graph.by_name[name].is_source:
             return self._update(name, strategy)
         parts = facts.parts(name, strategy)
-        how = REPLICATED if parts.group is None else self.hows.get(parts.group, OTHER)
+        how = REPLICATED if parts.group is None else self._how(parts.group)
         key = (how, parts.op_class, parts.dtype, parts.fixed_flops, parts.shared_flops, parts.fixed_bytes)
         key += (parts.shared_bytes, parts.idle_when_empty, chained)  # type: ignore[assignment]
         if key not in self._known:
@@ -143,7 +138,7 @@ class Boxes:
 
     def _slice(self, nbytes: int, source: Placement, target: Placement) -> int:
         assert isinstance(target, Shard)
-        how = self.hows.get(target.group, OTHER)
+        how = self._how(target.group)
         key = ("slice", nbytes, how)
         if key not in self._known:
             constant, slope = self.relaxed.slices.slices(nbytes, source, target)
@@ -156,14 +151,14 @@ class Boxes:
     def _number(self, line: Line) -> int:
         return self._lines.setdefault(line, len(self._lines))
 
-    def _crossed(self, source: Placement, target: Placement) -> int | None:
-        """The kind of crossing of an all-to-all between shards of different dims; None if it is not in boxes."""
+    def _how(self, group: str) -> int:
+        return BATCH if group == self.group else OTHER
+
+    def _is_crossed(self, source: Placement, target: Placement) -> bool:
+        """Whether it is between the batch and another group, of different dims."""
         assert isinstance(source, Shard) and isinstance(target, Shard)
-        ends = sorted({self.hows[p.group] - BATCH for p in (source, target) if p.group in self.hows})
         ranges = source.dim == target.dim and source.outer == target.outer
-        if ranges or source.group == target.group or not ends:
-            return None
-        return ends[0] if len(ends) == 1 else len(self.dealt) + self.kinds.index((ends[0], ends[1]))
+        return not ranges and (source.group == self.group) != (target.group == self.group)
 
     @cached_property
     def ports(self) -> tuple[Port, ...]:
@@ -171,22 +166,17 @@ class Boxes:
 
     # -- prices ------------------------------------------------------------------------------------------------------
 
-    def crossing_s(self, box: Box) -> Array:
-        """Seconds a byte that an all-to-all takes at least, of every kind."""
+    def crossing_s(self, box: Box) -> float:
+        """Seconds a byte that an all-to-all between the batch and another group takes at least."""
         return crossing_s(self.ports, *self.fractions(box))
-
-    @property
-    def sets(self) -> int:
-        """How many sets of weights there are: one for every group in boxes, and one for all others."""
-        return len(self.dealt) + 1
 
     def coefficients(self, box: Box, weights: Array) -> Array:
         """(L, S 2 J): of every line, seconds per unit of every weight, at the sizes in the box that are best for these
         weights, where it is paid for with the set of its group, or with the set that makes it least."""
-        sets = weights.reshape(self.sets, -1)
+        sets = weights.reshape(SETS, -1)
         found = np.array([self._by_set(box, w) for w in sets])
         seconds = np.einsum("slw,sw->sl", found, sets)
-        own = np.where(self.how == OTHER, len(self.dealt), self.how - BATCH)
+        own = np.where(self.how == OTHER, 1, 0)
         number = np.where(self.chained & (self.how != REPLICATED), own, seconds.argmin(axis=0))
         every = np.arange(len(own))
         chosen = np.zeros((len(own), *sets.shape))
@@ -213,13 +203,12 @@ class Boxes:
         found[other] = np.concatenate([fixed[other], fixed[other] * n], axis=1)
         found[own[other], column[cheapest[other]]] += slope[own[other], cheapest[other]]
 
-        for g, (low, high) in enumerate(zip(*self.fractions(box), strict=True)):
-            found[self.how == BATCH + g] = self._dealt_out(g, low, high, weights)
+        found[self.how == BATCH] = self._batch(*self.fractions(box), weights)
         return found
 
-    def _dealt_out(self, g: int, low: Array, high: Array, weights: Array) -> Array:
-        """The same for calls that are dealt out by a group in boxes, of which fractions (J,) are on the parts."""
-        n, width, of = self.ranks, len(self.parts), self.how == BATCH + g
+    def _batch(self, low: Array, high: Array, weights: Array) -> Array:
+        """The same for calls that are dealt out by the batch, of which fractions (J,) are on the parts."""
+        n, width, of = self.ranks, len(self.parts), self.how == BATCH
         u, v = weights[:width], weights[width:]
         fixed, slope = (side[of] for side in self._side((low + high) / 2 / n))
         idle = self.idle[of][:, None]
@@ -227,15 +216,12 @@ class Boxes:
         chord = slope + np.divide(fixed, high, out=np.zeros_like(fixed), where=high > 0)
         fixed, slope = np.where(nothing, 0.0, fixed), np.where(nothing, chord, slope)
         all_fixed = fixed * np.where(idle, 1.0, n)
-        if g > 0:  # a part's busiest rank, by the batch, may have nothing of another group, unless it is the only one
-            u, fixed = np.where(n > 1, 0.0, u), np.where(idle & (n > 1), 0.0, fixed)
-        whole = np.ceil(low * self.atoms[g] / n - 1e-9) / self.atoms[g] if g == 0 else np.zeros_like(low)
+        whole = np.ceil(low * self.samples / n - 1e-9) / self.samples
         free = np.clip(whole * n, low, high)  # so much costs the busiest rank no more than ``low`` does
         slopes = np.concatenate([v * slope, u * slope / n + v * slope], axis=1)
         pieces = _dealt(slopes, np.append(low, np.zeros(width)), np.append(free, high - free))
         at = pieces[:, :width] + pieces[:, width:]
-        share = np.maximum(at / n, whole) if g == 0 else np.where(n > 1, 0.0, at / n)
-        return np.concatenate([fixed + slope * share, all_fixed + slope * at], axis=1)
+        return np.concatenate([fixed + slope * np.maximum(at / n, whole), all_fixed + slope * at], axis=1)
 
     def _side(self, share: Array) -> tuple[Array, Array]:
         """The side of the roofline that is higher at these shares of a rank (J,): fixed and slope (L, J)."""
@@ -245,7 +231,7 @@ class Boxes:
 
     def cost_ms(self, box: Box, price_s: Array) -> Array:
         """(V,): the relaxation's objective with these seconds of every line."""
-        cost = self.wire + (self.crossing_s(box) * MS) @ self.crossing
+        cost = self.wire + self.crossing_s(box) * MS * self.crossing
         np.add.at(cost, self.variable, self.times * price_s[self.line] * MS)
         return cost
 

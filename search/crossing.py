@@ -1,23 +1,17 @@
-"""What an all-to-all between shards of two dims takes at least, where a box says how much of a group each host has.
+"""What an all-to-all between shards of two dims takes at least, where a box says how much of the batch each host has.
 
 It carries rho_i sigma_j B bytes from rank i to rank j: for a host with x of the one group and y of the other out of it
-x (1 - y) B and into it (1 - x) y B, at ``up`` and ``down`` bytes/s. If nothing is known of y, one of the two takes at
+x (1 - y) B and into it (1 - x) y B, at ``up`` and ``down`` bytes/s. As nothing is known of y, one of the two takes at
 least
 
     B x (1 - x) / (x down + (1 - x) up)                                                              (whatever)
 
-which between the ends of a box is nowhere less than at one of them (its inverse is convex in x). If x and y are both in
-boxes, the larger of x (1 - y) / up, which is least at the least x and most y, and (1 - x) y / down, which is least at
-the most x and least y, is least at the one of these two corners where it is not the smaller, if there is one. Otherwise
-both are equal where it is least, at y = x down / (x down + (1 - x) up): there they are ``whatever`` again, least at an
-end of the x for which that y is in its box                                                             (between)
-
-From y to x ``up`` and ``down`` change places; of both ways the smaller counts.
+which between the ends of a box is nowhere less than at one of them (its inverse is convex in x). From y to x ``up`` and
+``down`` change places; of both ways the smaller counts.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Atoms of every part, from ``low`` to ``high``: the batch's (J,), then those of the next group (J,), and so on."""
+    """Samples of every part, from ``low`` to ``high`` (J,)."""
 
     low: tuple[int, ...]
     high: tuple[int, ...]
@@ -59,53 +53,21 @@ class Port(NamedTuple):
     down: float
 
 
-def pairs(groups: int) -> list[tuple[int, int]]:
-    """The kinds of crossing between groups in boxes; before them come those between each and any other group."""
-    return list(itertools.combinations(range(groups), 2))
-
-
-def crossing_s(ports: Sequence[Port], low: Array, high: Array) -> Array:
-    """Seconds a byte that an all-to-all takes at least, of every kind, from fractions (G, J) of the groups: between
-    each and any other, then between two of them."""
-    groups = len(low)
-    found = np.zeros(groups + len(pairs(groups)))
+def crossing_s(ports: Sequence[Port], low: Array, high: Array) -> float:
+    """Seconds a byte that an all-to-all between the batch and another group takes at least, from fractions (J,)."""
+    found = 0.0
     for port in ports:
         parts = list(port.parts)
-        most = np.minimum(1.0, high[:, parts].sum(axis=1))
-        every = low[:, parts].sum(axis=1) / port.alike  # some set has no less than the mean
-        for g in range(groups):
-            ends = float(every[g]), float(most[g])
-            ways = ((port.up, port.down), (port.down, port.up))
-            found[g] = max(found[g], min(whatever(x, *way) for x in ends for way in ways))
-        for k, (g, h) in enumerate(pairs(groups)):
-            other = every[h] if port.alike == 1 else 0.0  # the set that has the mean of one may have none of another
-            x, y = (float(every[g]), float(most[g])), (float(other), float(most[h]))
-            seconds = min(between(x, y, port.up, port.down), between(x, y, port.down, port.up))
-            found[groups + k] = max(found[groups + k], seconds)
+        # some set of these parts has no less than the mean
+        ends = float(low[parts].sum()) / port.alike, min(1.0, float(high[parts].sum()))
+        ways = ((port.up, port.down), (port.down, port.up))
+        found = max(found, min(whatever(x, *way) for x in ends for way in ways))
     return found
 
 
 def whatever(x: float, up: float, down: float) -> float:
     """Seconds a byte of an all-to-all, at least, that ranks with x of a group take part in."""
     return 0.0 if x in (0.0, 1.0) else x * (1 - x) / (x * down + (1 - x) * up)
-
-
-def between(x: tuple[float, float], y: tuple[float, float], up: float, down: float) -> float:
-    """The same from x to y of another group, both from and to."""
-    (low, high), (least, most) = x, y
-    out, into = low * (1 - most) / up, (1 - low) * most / down
-    if out >= into:
-        return out
-    out, into = high * (1 - least) / up, (1 - high) * least / down
-    if into >= out:
-        return into
-    ends = max(low, _balanced(least, up, down)), min(high, _balanced(most, up, down))
-    return min(whatever(end, up, down) for end in ends)
-
-
-def _balanced(y: float, up: float, down: float) -> float:
-    """The x for which as many seconds go out as come in."""
-    return y * up / (y * up + (1 - y) * down)
 
 
 def find_parts(facts: Facts) -> tuple[Part, ...]:

@@ -22,9 +22,9 @@ import numpy as np
 from hap.graph import Value
 from hap.placement import parse_placement
 from hap.plan import Plan
-from hap.search.bound import best_weights, computes_like, device_classes, make_bound
+from hap.search.bound import computes_like, device_classes
 from hap.search.prices import Facts
-from hap.search.relaxation import Relaxation, lower_bound
+from hap.search.relaxation import lower_bound, relaxation
 
 
 class GapTerms(NamedTuple):
@@ -42,8 +42,7 @@ def gap_terms(facts: Facts, plan: Plan) -> GapTerms | None:
     p, n, own = plan.predicted, facts.cluster.world_size, lower_bound(facts)
     if p.lower_bound_s is None or n == 1 or own is None:
         return None
-    weights = best_weights(make_bound(facts))
-    relaxed = Relaxation(facts, weights)
+    relaxed = relaxation(facts)
     kinds, _ = device_classes(facts.cluster)
     numbers = [computes_like(d) for d in kinds]
     of = [numbers.index(computes_like(d)) for d in facts.cluster.devices]

@@ -35,7 +35,7 @@ from hap.conversion import collective_kind
 from hap.cost_models.compute import Parts, parts_coefficients, parts_seconds
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
-from hap.search.bound import best_weights, by_speed, computes_like, device_classes, make_bound
+from hap.search.bound import by_speed, computes_like, device_classes, make_bound
 from hap.search.cases import find_shared
 from hap.search.chain import find_chain
 from hap.search.classes import find_colours
@@ -43,7 +43,7 @@ from hap.search.crossing import find_parts, find_ports
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import seeded
-from hap.search.relaxation import SAFETY, Relaxation
+from hap.search.relaxation import SAFETY, Relaxation, relaxation
 
 SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
 ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
@@ -57,7 +57,7 @@ def bound_by_masses(facts: Facts, known_s: float) -> float:
     if rate is None or _strongest(facts) > ALONE:
         return known_s
     hosts, bytes_per_s = rate
-    seconds = _Masses(facts, hosts, bytes_per_s).solve()
+    seconds = _Masses(facts, hosts, bytes_per_s).seconds
     return known_s if seconds is None else max(known_s, seconds * (1 - SAFETY))
 
 
@@ -93,13 +93,13 @@ class _Doubled:
 
     @classmethod
     def of(cls, facts: Facts) -> _Doubled:
-        shared = _main(facts, find_shared(facts, facts.colours[RADIUS]))
+        shared, lying = _main(facts, find_shared(facts, facts.colours[RADIUS])), _Lying()
         where: dict[str, tuple[tuple[int, str], ...]] = {}
         candidates: dict[str, tuple[Strategy, ...]] = {}
         for name, options in facts.candidates.items():
             pairs = [(i, w) for i, option in enumerate(options) for w in _places(option, shared)]
             where[name] = tuple(pairs)
-            candidates[name] = tuple(_lying(options[i], w) for i, w in pairs)
+            candidates[name] = tuple(lying.strategy(options[i], w) for i, w in pairs)
         return cls(candidates, where, find_colours(facts.graph, candidates, radius=RADIUS))
 
 
@@ -124,14 +124,17 @@ def _places(option: Strategy, shared: Collection[str]) -> tuple[str, ...]:
     return (SPREAD, TOGETHER) if any(g in shared for g in groups) else (ANYWHERE,)
 
 
-def _lying(option: Strategy, where: str) -> Strategy:
-    """The same with the group's name saying where its mass lies."""
-    inputs = tuple(_renamed(p, where) for p in option.inputs)
-    return Strategy(inputs, tuple(None if p is None else _renamed(p, where) for p in option.outputs))
+class _Lying(dict[tuple[Placement | None, str], Placement | None]):
+    """Placements with the group's name saying where its mass lies."""
 
+    def __missing__(self, key: tuple[Placement | None, str]) -> Placement | None:
+        placement, where = key
+        found = replace(placement, group=f"{placement.group}@{where}") if isinstance(placement, Shard) else placement
+        return self.setdefault(key, found)
 
-def _renamed(placement: Placement, where: str) -> Placement:
-    return replace(placement, group=f"{placement.group}@{where}") if isinstance(placement, Shard) else placement
+    def strategy(self, option: Strategy, where: str) -> Strategy:
+        inputs = tuple(p for p in (self[p, where] for p in option.inputs) if p is not None)
+        return Strategy(inputs, tuple(self[p, where] for p in option.outputs))
 
 
 def _taken_apart(placement: Shard) -> tuple[str, str]:
@@ -151,9 +154,9 @@ class _Masses(Relaxation):
         doubled = facts.found["doubled"]
         assert isinstance(doubled, _Doubled)
         self.where = doubled.where
-        other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found={})
+        other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found={}, here={})
         other.__dict__["colours"] = doubled.colours
-        super().__init__(other, best_weights(make_bound(facts)), crowded=False, radius=RADIUS)
+        super().__init__(other, relaxation(facts).given, crowded=False, radius=RADIUS)
         on_host = Counter(d.host for d in facts.cluster.devices)
         kinds = {}
         for d in facts.cluster.devices:

@@ -47,10 +47,11 @@ class Facts:
     _held: dict[str, list[tuple[int, int, Array]]] = field(default_factory=dict, repr=False)
     _alive: dict[tuple[Value, str], Array] = field(default_factory=dict, repr=False)
     found: dict[str, object] = field(default_factory=dict, repr=False)  # by others, of graph and candidates alone
+    here: dict[str, object] = field(default_factory=dict, repr=False)  # by others, of the cluster as well
 
     def on(self, cluster: ClusterSpec) -> Facts:
         """The same on another cluster; what is known of the graph is handed on."""
-        return replace(self, cluster=cluster)._knowing(self)
+        return replace(self, cluster=cluster, here={})._knowing(self)
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Facts:
         """The same with these calls made again in the backward pass; nothing else that is known depends on it."""

@@ -51,12 +51,12 @@ from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.work import is_view
 from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
-from hap.search.bound import Line, best_weights, device_classes, line_seconds, make_bound, node_line
+from hap.search.bound import Bound, Line, best_weights, device_classes, line_seconds, make_bound, node_line
 from hap.search.classes import RADIUS, Read, find_reads
 from hap.search.least import Least
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import Facts
-from hap.search.protos import DUAL, OFF, fill_matrix, seeded, solve_once
+from hap.search.protos import DUAL, OFF, KeptSolver, fill_matrix, seeded
 from hap.search.wires import ClassForms, RankClasses
 
 SAFETY = 1e-6  # of the bound: what the solver's tolerances may be worth
@@ -76,14 +76,15 @@ def lower_bound(facts: Facts) -> LowerBound:
     separate = make_bound(facts)
     if not separate.menus:
         return LowerBound(0.0, 0.0, 0)
-    weights = best_weights(separate)
-    around_s = _around_s(facts, weights)
-    compute_s = separate.seconds(weights) + around_s
     if facts.cluster.world_size == 1:
+        weights = best_weights(separate)
+        compute_s = separate.seconds(weights) + _around_s(facts, weights)
         return LowerBound(compute_s, compute_s, 0)
-    joint, variables = joint_bound(facts, weights)
-    seconds = compute_s if joint is None else max(compute_s, (joint + around_s) * (1 - SAFETY))
-    return LowerBound(seconds, compute_s, variables)
+    relaxed = relaxation(facts, separate)
+    around_s = _around_s(facts, relaxed.given)
+    compute_s, joint_s = separate.seconds(relaxed.given) + around_s, relaxed.seconds
+    seconds = compute_s if joint_s is None else max(compute_s, (joint_s + around_s) * (1 - SAFETY))
+    return LowerBound(seconds, compute_s, len(relaxed.cost))
 
 
 def _around_s(facts: Facts, weights: Sequence[float]) -> float:
@@ -94,10 +95,14 @@ def _around_s(facts: Facts, weights: Sequence[float]) -> float:
     return float(many @ np.array(own) / many.sum())
 
 
-def joint_bound(facts: Facts, weights: Sequence[float]) -> tuple[float | None, int]:
-    """Seconds of the relaxation, None if the solver gives up; and how many variables."""
-    relaxed = Relaxation(facts, weights)
-    return relaxed.solve(), len(relaxed.cost)
+def relaxation(facts: Facts, separate: Bound | None = None) -> Relaxation:
+    """The program of these facts, at the weights that are best for ``separate``, the bound of computing. Made once."""
+    known = facts.here.get("relaxation")
+    if known is None:
+        known = Relaxation(facts, best_weights(make_bound(facts) if separate is None else separate))
+        facts.here["relaxation"] = known
+    assert isinstance(known, Relaxation)
+    return known
 
 
 # ---- the program ----
@@ -120,6 +125,7 @@ class Relaxation:
         self.facts, self.least, self.crowded = facts, Least(facts), crowded
         self.slices = ClassForms(facts.cluster, RankClasses.find(facts.cluster))
         self.devices, counts = device_classes(facts.cluster)
+        self.given = tuple(weights)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))
         self.many = self.weight * np.array(counts)
         self._known: dict[Line, float] = {}
@@ -385,9 +391,14 @@ class Relaxation:
         self._row("always", 1.0, 1.0, [(variable, 1.0)])
         return variable
 
-    def solve(self) -> float | None:
-        """Seconds; None if the solver finds no optimum."""
-        solved = solve_once(self.program(), parameters=self.solving)
+    @cached_property
+    def solver(self) -> KeptSolver:
+        return KeptSolver(self.program())
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """The minimum; None if the solver finds no optimum. The solver may be asked for others from then on."""
+        solved = self.solver.solve(self.solving)
         if solved is None or not solved.is_optimal:
             return None
         return solved.bound / MS

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,19 +10,16 @@ from hap.cluster import ClusterSpec
 from hap.cost_models.collective import collective_seconds
 from hap.cost_models.evaluate import evaluate
 from hap.placement import Shard, Sizes
-from hap.plan import Strategy
 from hap.rules.choices import Choices
 from hap.search import plan_graph
-from hap.search.bound import best_weights, make_bound
 from hap.search.boxes import Boxes, _dealt
-from hap.search.cases import _Cases, bound_by_cases, find_batch, find_dealt, find_shared
-from hap.search.crossing import Box, between, crossing_s, whatever
+from hap.search.cases import _Cases, bound_by_cases, find_batch, find_shared
+from hap.search.crossing import Box, crossing_s, whatever
 from hap.search.pins import Pins
 from hap.search.prices import Facts
-from hap.search.protos import KeptSolver
-from hap.search.relaxation import Relaxation, lower_bound
+from hap.search.relaxation import lower_bound, relaxation
 from hap.search.rounding import round_shares
-from tests.search.models import cluster, gpt2, mixer, mlp
+from tests.search.models import cluster, mixer, mlp
 from tests.search.test_bound import random_strategies
 
 HOST = """
@@ -43,21 +39,12 @@ MIXED = hosts(
 )
 
 
-def cases(devices: ClusterSpec, found: Choices | None = None, groups: int = 1) -> _Cases:
-    """Boxes of the batch's sizes, and with two groups of those of what most nodes can be dealt out by as well."""
+def cases(devices: ClusterSpec, found: Choices | None = None) -> _Cases:
     found = found or mlp(batch=24, width=16)
     facts = Facts(found.graph, found.strategies, devices, "adamw")
-    relaxed = Relaxation(facts, best_weights(make_bound(facts)), crowded=False)
-    batch = find_batch(facts)
+    relaxed, batch = relaxation(facts), find_batch(facts)
     assert batch is not None
-    used = Counter(g for options in found.strategies.values() for g in {p.group for s in options for p in _shards(s)})
-    most = sorted((g for g in used if g != batch[0]), key=lambda g: -used[g])
-    dealt = (batch, *((g, found.groups[g].n) for g in most[: groups - 1]))
-    return _Cases(Boxes(facts, relaxed, dealt), KeptSolver(relaxed.program()))
-
-
-def _shards(strategy: Strategy) -> list[Shard]:
-    return [p for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)]
+    return _Cases(Boxes(facts, relaxed, batch), relaxed.solver)
 
 
 def test_alike_hosts_are_the_one_with_most_of_the_batch_and_the_others() -> None:
@@ -69,35 +56,30 @@ def test_alike_hosts_are_the_one_with_most_of_the_batch_and_the_others() -> None
     ]
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_every_vector_of_sizes_stays_in_one_of_the_halves(groups: int) -> None:
-    """All ways to deal 12 samples to the fast host, the slow host with most and the two others; of a width of 8,
-    which has no such order, some."""
-    search = cases(MIXED, mixer(12, 4, 8), groups)
+def test_every_vector_of_sizes_stays_in_one_of_the_halves() -> None:
+    """All ways to deal 12 samples to the fast host, the slow host with most and the two others."""
+    search = cases(MIXED, mixer(12, 4, 8))
     own = [
         (a, b, 12 - a - b)
         for a, b in itertools.product(range(13), repeat=2)
         if 0 <= 12 - a - b <= 2 * b  # the two others have no more than the first, each
     ]
-    others = [(8, 0, 0), (0, 8, 0), (0, 0, 8), (2, 2, 4), (3, 1, 4)] if groups == 2 else [()]
-    boxes, spent = [search.boxes.everything], np.random.default_rng(0).random((groups, 3))
+    boxes, search.spent = [search.boxes.everything], np.random.default_rng(0).random(3)
     for _ in range(8):
-        boxes = [half for box in boxes for half in (search.halves(box, spent) or [box])]
-    for vector in (x + y for x, y in itertools.product(own, others)):
+        boxes = [half for box in boxes for half in (search.halves(box) or [box])]
+    for vector in own:
         held = [all(low <= x <= high for low, x, high in zip(b.low, vector, b.high, strict=True)) for b in boxes]
         assert sum(held) == 1
 
 
-def test_boxes_are_split_along_the_group_that_is_used() -> None:
-    search = cases(MIXED, mixer(12, 4, 8), 2)
+def test_boxes_are_split_along_the_part_that_has_most_to_do() -> None:
+    search = cases(MIXED, mixer(12, 4, 8))
     box = search.boxes.everything
-    for group in (0, 1):
-        spent = np.zeros((2, 3))
-        spent[group, 0] = 1.0
-        first, second = search.halves(box, spent)
-        changed = [i for i in range(6) if first.high[i] < box.high[i] and i % 3 == 0]
-        assert changed == [3 * group] and second.low[3 * group] == first.high[3 * group] + 1
-    assert search.halves(box, np.zeros((2, 3))) == []
+    search.spent = np.array([1.0, 0.5, 0.5])
+    first, second = search.halves(box)
+    assert first.high[0] < box.high[0] and second.low[0] == first.high[0] + 1
+    search.spent = np.zeros(3)
+    assert search.halves(box) == []
 
 
 def test_what_is_left_goes_where_it_costs_least() -> None:
@@ -118,17 +100,6 @@ def test_an_all_to_all_between_halves_by_hand() -> None:
     assert whatever(1.0, 2.0, 2.0) == whatever(0.0, 2.0, 2.0) == 0.0
 
 
-def test_an_all_to_all_between_two_boxes_is_least_where_a_grid_says() -> None:
-    rng = random.Random(2)
-    for _ in range(200):
-        x, y = (tuple(sorted((rng.choice([0.0, 1.0, rng.random()]), rng.random()))) for _ in range(2))
-        up, down = rng.choice([1.0, 3.0]), rng.choice([1.0, 2.0])
-        tried = itertools.product(np.linspace(*x, 101), np.linspace(*y, 101))
-        least = min(max(a * (1 - b) / up, (1 - a) * b / down) for a, b in tried)
-        assert between(x, y, up, down) <= least * (1 + 1e-9)
-        assert between(x, y, up, down) == pytest.approx(least, abs=0.02)
-
-
 def test_no_shares_of_another_group_make_an_all_to_all_cheaper() -> None:
     search, rng, nbytes = cases(MIXED), random.Random(1), 1 << 24
     one, other = Shard(0, 1, 24, 1, "one"), Shard(1, 1, 24, 1, "other")
@@ -136,11 +107,11 @@ def test_no_shares_of_another_group_make_an_all_to_all_cheaper() -> None:
         rho = round_shares([rng.random() ** 3 + 1e-3 for _ in range(8)], 24)
         sigma = round_shares([rng.random() ** 3 + 1e-3 for _ in range(8)], 24)
         for sizes in ({"one": rho, "other": sigma}, {"one": rho, "other": rho}):
-            at = np.array([totals(sizes["one"], rho), totals(sizes["other"], rho)]) / 24
-            whatever_s, _, between_s = crossing_s(search.boxes.ports, at, at) * nbytes
+            at = np.array(totals(sizes["one"], rho)) / 24
+            least_s = crossing_s(search.boxes.ports, at, at) * nbytes
             for source, target in ((one, other), (other, one)):
                 seconds = collective_seconds("all_to_all", "direct", nbytes, source, target, sizes, MIXED)
-                assert whatever_s <= seconds * (1 + 1e-9) and between_s <= seconds * (1 + 1e-9)
+                assert least_s <= seconds * (1 + 1e-9)
 
 
 def totals(sizes: Sizes, batch: Sizes) -> tuple[int, ...]:
@@ -152,16 +123,16 @@ def totals(sizes: Sizes, batch: Sizes) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_of_a_point_is_below_random_plans_of_these_sizes(seed: int) -> None:
-    """Of batch and width the parts have exactly what the plan gives them; other groups have sizes of their own. And
-    below the plan whose strategies are the best for these sizes."""
+    """Of the batch the parts have exactly what the plan gives them; other groups have sizes of their own. And below the
+    plan whose strategies are the best for these sizes."""
     rng = random.Random(seed)
     found = mixer(6, 4, rng.choice([8, 64]))
-    search = cases(MIXED, found, 2)
-    (batch, _), (second, _) = search.boxes.dealt
+    search = cases(MIXED, found)
+    batch = search.boxes.group
     for _ in range(4):
         sizes = {g: round_shares([rng.random() ** 4 for _ in range(8)], group.n) for g, group in found.groups.items()}
-        at = (*totals(sizes[batch], sizes[batch]), *totals(sizes[second], sizes[batch]))
-        bound_s = search.bound_s(Box(at, at), float("inf"))
+        at = totals(sizes[batch], sizes[batch])
+        bound_s = search.bound_s(Box(at, at), 0.0, float("inf"))
         assert 0 < bound_s <= plan_graph(found, MIXED, pins=Pins(sizes=sizes)).predicted.step_s
         for _ in range(20):
             strategies = random_strategies(found, rng)
@@ -177,7 +148,7 @@ def test_below_random_plans(seed: int) -> None:
     facts = Facts(found.graph, found.strategies, devices, "adamw")
     base = lower_bound(facts)
     assert base is not None
-    bound_s = bound_by_cases(facts, base.seconds, float("inf"), groups=rng.choice([1, 2]))
+    bound_s = bound_by_cases(facts, base.seconds, float("inf"))
     assert bound_s >= base.seconds
     for _ in range(40):
         strategies = random_strategies(found, rng)
@@ -213,22 +184,10 @@ def _ratios(rng: random.Random, devices: ClusterSpec) -> list[float]:
     return [rng.random() * rng.choice([0, 1, 1]) + 1e-3 for _ in devices.devices]
 
 
-def test_groups_with_boxes_are_what_a_dear_batch_is_replaced_by() -> None:
-    """Of a transformer on fast links: the positions, by which all but attention is dealt out as well, and the
-    vocabulary; not the heads, of which every layer has its own."""
-    found = gpt2(layers=2, batch=4)
-    facts = Facts(found.graph, found.strategies, cluster((10, "16GB"), (5, "16GB")), "adamw")
-    relaxed, batch = Relaxation(facts, best_weights(make_bound(facts)), crowded=False), find_batch(facts)
-    assert batch is not None
-    dealt = find_dealt(relaxed, KeptSolver(relaxed.program()), batch, 3)
-    assert len(dealt) > 1 and dealt[0] == batch and 128 in [n for _, n in dealt[1:]]
-    assert all(group in find_shared(relaxed.facts, relaxed.fine) for group, _ in dealt)
-
-
 def test_groups_of_single_layers_have_no_boxes() -> None:
     """Twelve alike layers: the middle ones are of one type, and what is inside of each is a group of its own."""
     found = mlp(batch=8, width=8, layers=12)
     facts = Facts(found.graph, found.strategies, cluster((10, "16GB"), (5, "16GB")), "adamw")
-    relaxed, batch = Relaxation(facts, best_weights(make_bound(facts)), crowded=False), find_batch(facts)
+    relaxed, batch = relaxation(facts), find_batch(facts)
     assert batch is not None and batch[0] in find_shared(relaxed.facts, relaxed.fine)
     assert 0 < len(find_shared(relaxed.facts, relaxed.fine)) < len(found.groups)

@@ -34,6 +34,8 @@ from hap.errors import InfeasibleError, PlanError
 from hap.search.cases import bound_by_cases
 from hap.search.found import Found, best_of
 from hap.search.masses import bound_by_masses
+from hap.search.prices import Facts
+from hap.search.relaxation import relaxation
 from hap.search.starts import EVERYTHING
 from hap.search.subsets import LeftOut, slowest_kinds, without
 
@@ -46,7 +48,8 @@ MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its c
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
 NEAR = 0.005  # of the step: a bound as near as that is not raised ...
 FAR = 0.8  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
-LOOSE = 0.88  # ... but by masses one that is less than this of it. Heuristics
+LOOSE = 0.88  # ... but by masses one that is less than this of it, ...
+CHEAPER = 0.02  # ... if other strategies are cheaper by so much of it, relaxed. Heuristics
 
 
 class Planned(NamedTuple):
@@ -186,29 +189,40 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         raise why
 
 
-def least_bound_s(tried: Sequence[Search], step_s: float | None = None) -> float:
-    """Below all plans of all searches. With ``step_s``, what was found: the least bound is raised as long as it is the
-    least, by ``masses`` where that leaves much, or case by case. No bound is asked for that computing alone shows not
-    to be it."""
+def least_bound_s(tried: Sequence[Search], found: tuple[int, Found] | None = None) -> float:
+    """Below all plans of all searches. With ``found``, the plan and the number of its search, the least bound is raised
+    as long as it is the least, by ``masses`` where that leaves much, or case by case. No bound is asked for that
+    computing alone shows not to be it."""
     rough = {i for i, one in enumerate(tried) if "bound_s" not in one.__dict__ and len(tried) > 1}
     known = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
     left = {i for i, one in enumerate(tried) if len(one.problem.choices.graph.nodes) <= MOST_NODES}
     loose = set(left)
     while True:
         least = min(range(len(known)), key=known.__getitem__)
+        facts = tried[least].problem.facts
         if least in rough:
             rough.remove(least)
             known[least] = tried[least].bound_s
-        elif step_s is None or known[least] >= (1 - NEAR) * step_s:
+            continue
+        if found is None or known[least] >= (1 - NEAR) * found[1].cost[1]:
             return known[least]
-        elif known[least] < LOOSE * step_s and least in loose:
+        step_s = found[1].cost[1]
+        if known[least] < LOOSE * step_s and least in loose:
             loose.remove(least)
-            raised_s = bound_by_masses(tried[least].problem.facts, known[least])
-            known[least] = raised_s
-            if raised_s >= LOOSE * step_s:  # cases, which know nothing of it, would hardly come to more
+            if least == found[0] and _is_best_relaxed(facts, found[1], known[least]):
+                continue
+            known[least] = bound_by_masses(facts, known[least])
+            if known[least] >= LOOSE * step_s:  # cases, which know nothing of it, would hardly come to more
                 left.discard(least)
         elif known[least] < FAR * step_s or least not in left:
             return known[least]
         else:
             left.remove(least)
-            known[least] = bound_by_cases(tried[least].problem.facts, known[least], step_s)
+            known[least] = bound_by_cases(facts, known[least], step_s)
+
+
+def _is_best_relaxed(facts: Facts, found: Found, known_s: float) -> bool:
+    """Whether no other strategies would be much cheaper in the relaxation than those of the plan: what it lets be free
+    hardly matters then."""
+    step_s, relaxed_s = found.cost[1], relaxation(facts).of_plan_s(found.strategies, found.evaluation.conversions)
+    return relaxed_s - known_s < CHEAPER * step_s

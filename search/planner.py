@@ -111,7 +111,7 @@ def plan_graph(
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=least_bound_s(tried.searches, best.evaluation.step_s if leave_out and not stopped else None),
+        lower_bound_s=least_bound_s(tried.searches, (number, best) if leave_out and not stopped else None),
         solver={**search.statistics(best), **if_kept(search.problem, best), **stopped},
         advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,

@@ -37,7 +37,7 @@ least is said in ``least``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,9 +48,11 @@ from hap.conversion import collective_kind
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_parts
 from hap.cost_models.profile import MeasuredDevice
+from hap.cost_models.sequence import ConversionCost
 from hap.cost_models.work import is_view
 from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
+from hap.plan import Strategy
 from hap.search.bound import Bound, Line, best_weights, device_classes, line_seconds, make_bound, node_line
 from hap.search.classes import RADIUS, Read, find_reads
 from hap.search.least import Least
@@ -320,6 +322,12 @@ class Relaxation:
         classes = [self.slices.classes.of[d.rank] for d in self.devices]
         line = Line(tuple(constant[classes].tolist()), tuple(slope[classes].tolist()))
         return line_seconds(line, self.weight, self.many)
+
+    def of_plan_s(self, strategies: Mapping[str, Strategy], conversions: Iterable[ConversionCost]) -> float:
+        """What a plan comes to here, whose conversions these are."""
+        candidates = self.facts.candidates
+        calls_s = sum(self.node_s(name, candidates[name].index(chosen)) for name, chosen in strategies.items())
+        return calls_s + sum(self.conversion_s(c.nbytes, c.need.source, c.need.target) for c in conversions)
 
     def _state(self) -> None:
         """All ranks' memory: at the end of the step parameters, their gradients and the optimizer's state; between both

@@ -75,7 +75,7 @@ def test_the_bound_is_below_those_of_all_choices_of_devices(network: str) -> Non
     best = tried.searches[0].run()
     least = min(bound_s(mixed(network)), bound_s(alone()))
     assert least_bound_s(tried.searches) == pytest.approx(least)
-    raised = least_bound_s(tried.searches, best.cost[1])
+    raised = least_bound_s(tried.searches, (0, best))
     assert raised is not None and least <= raised * (1 + 1e-9) and raised <= best.cost[1]
 
 

@@ -179,13 +179,17 @@ def _terms(facts: Facts, plan: Plan) -> tuple[float, ...]:
 
 def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> None:
     known = [r for r in rows if not r.failure]
-    small, large = [r for r in known if r.devices <= 128], [r for r in known if r.devices == MANY]
+    small, large = [r for r in known if r.cluster in SMALL], [r for r in known if r.devices == MANY]
     report.figure("cases", len(rows))
     report.figure("cases_planned", len(known))
     if small:
         report.figure("worst_gap_to_128", max(r.gap for r in small))
         report.figure("worst_seconds_to_128", max(r.cpu_s for r in small))
         report.figure("worst_seconds_to_16", max((r.cpu_s for r in small if r.devices <= 16), default=0.0))
+    for r in known:
+        if r.cluster not in SMALL and r not in large:
+            report.figure(f"seconds_{r.devices}", r.cpu_s)
+            report.figure(f"gap_{r.devices}", r.gap)
     if large:
         report.figure("seconds_1024", max(r.cpu_s for r in large))
         report.figure("gap_1024", max(r.gap for r in large))

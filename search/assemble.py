@@ -96,7 +96,7 @@ def tightest(evaluation: Evaluation, *, full: float = 0.97) -> str:
     columns = zip(evaluation.devices, evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
     filled = [(name, used, usable) for name, used, usable in columns if used > full * usable]
     if len(filled) <= FEW:
-        said = [f"memory of {name} ({format_size(used)} of {format_size(usable)})" for name, used, usable in filled]
+        said = [f"memory of {name} ({used / usable:.1%} of {format_size(usable)})" for name, used, usable in filled]
     else:
         kinds = Counter((name.rpartition("/")[2].partition("#")[0], usable) for name, _, usable in filled)
         said = [

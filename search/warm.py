@@ -31,8 +31,8 @@ from hap.fabric import Array
 from hap.search.branches import INTEGRAL, RELAXED, Branches, Decision, Part
 from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
 
-WORK = 1_600_000  # variables times relaxations of one program, before what is left is given to HiGHS
-FEWEST = 60  # relaxations, of however many variables
+WORK = 4_000_000_000  # squared variables times relaxations of one program, before what is left is given to HiGHS
+FEWEST = 30  # relaxations, of however many variables
 
 
 class WarmProgram:
@@ -109,7 +109,7 @@ class WarmProgram:
         if not self.decisions:
             return None, relaxed.objective
         assert self.stakes is not None
-        tree = Branches(self.solver, self.decisions, self.stakes, max(FEWEST, WORK // len(upper)))
+        tree = Branches(self.solver, self.decisions, self.stakes, max(FEWEST, WORK // len(upper) ** 2))
         tree.search(Part(upper, relaxed))
         self.is_empty = tree.best is None and tree.bound == np.inf
         return tree.best, tree.bound

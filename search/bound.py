@@ -141,6 +141,16 @@ def make_bound(facts: Facts) -> Bound:
     return Bound(tuple(menus.items()), counts)
 
 
+def weighted_bound(facts: Facts) -> tuple[Bound, tuple[float, ...]]:
+    """The bound and its best weights (equal ones where nothing takes time), found once."""
+    known = facts.here.get("weighted bound")
+    if known is None:
+        bound = make_bound(facts)
+        known = facts.here["weighted bound"] = bound, best_weights(bound) if bound.menus else (1.0,) * len(bound.counts)
+    assert isinstance(known, tuple)
+    return known
+
+
 def node_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Device]) -> Line:
     """The line of one node under one strategy on devices of these kinds."""
     if facts.graph.by_name[name].is_source:

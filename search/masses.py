@@ -35,7 +35,7 @@ from hap.conversion import collective_kind
 from hap.cost_models.compute import Parts, parts_coefficients, parts_seconds
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
-from hap.search.bound import by_speed, computes_like, device_classes, make_bound
+from hap.search.bound import by_speed, computes_like, device_classes, weighted_bound
 from hap.search.cases import find_shared
 from hap.search.chain import find_chain
 from hap.search.classes import find_colours
@@ -43,7 +43,7 @@ from hap.search.crossing import find_parts, find_ports
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import seeded
-from hap.search.relaxation import SAFETY, Relaxation, relaxation
+from hap.search.relaxation import SAFETY, Relaxation
 
 SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
 ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
@@ -74,7 +74,7 @@ def _rate(facts: Facts) -> tuple[int, float] | None:
 
 def _strongest(facts: Facts) -> float:
     """The part of all computing power that is on one host, or one rank where there is one host."""
-    bound, of = make_bound(facts), {computes_like(d): c for c, d in enumerate(device_classes(facts.cluster)[0])}
+    bound, of = weighted_bound(facts)[0], {computes_like(d): c for c, d in enumerate(device_classes(facts.cluster)[0])}
     speeds, power = by_speed(bound), Counter[object]()
     alone = len({d.host for d in facts.cluster.devices}) == 1
     for d in facts.cluster.devices:
@@ -156,7 +156,7 @@ class _Masses(Relaxation):
         self.where = doubled.where
         other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found={}, here={})
         other.__dict__["colours"] = doubled.colours
-        super().__init__(other, relaxation(facts).given, crowded=False, radius=RADIUS)
+        super().__init__(other, weighted_bound(facts)[1], crowded=False, radius=RADIUS)
         on_host = Counter(d.host for d in facts.cluster.devices)
         kinds = {}
         for d in facts.cluster.devices:

@@ -24,7 +24,7 @@ from hap.plan import Plan
 from hap.rules.choices import Choices
 from hap.search.advice import advise
 from hap.search.assemble import assemble_plan
-from hap.search.bound import best_weights, make_bound
+from hap.search.bound import weighted_bound
 from hap.search.fewer import Planned, Tried, least_bound_s, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
@@ -157,8 +157,8 @@ class Search:
     @cached_property
     def floor_s(self) -> float:
         """Like ``bound_s``, of computing alone: found more quickly."""
-        bound = make_bound(self.problem.facts)
-        return bound.seconds(best_weights(bound)) if bound.menus else 0.0
+        bound, weights = weighted_bound(self.problem.facts)
+        return bound.seconds(weights)
 
     def look_s(self, found: Found) -> float | None:
         """The step as run that ``found``, or what is found as quickly, leads to; None for a graph that is too large to

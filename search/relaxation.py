@@ -53,7 +53,7 @@ from hap.cost_models.work import is_view
 from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.plan import Strategy
-from hap.search.bound import Bound, Line, best_weights, device_classes, line_seconds, make_bound, node_line
+from hap.search.bound import Line, device_classes, line_seconds, node_line, weighted_bound
 from hap.search.classes import RADIUS, Read, find_reads
 from hap.search.least import Least
 from hap.search.milp import GB, MS, SMALLEST
@@ -75,16 +75,15 @@ class LowerBound:
 
 def lower_bound(facts: Facts) -> LowerBound:
     """The bound."""
-    separate = make_bound(facts)
+    separate, weights = weighted_bound(facts)
     if not separate.menus:
         return LowerBound(0.0, 0.0, 0)
+    around_s = _around_s(facts, weights)
+    compute_s = separate.seconds(weights) + around_s
     if facts.cluster.world_size == 1:
-        weights = best_weights(separate)
-        compute_s = separate.seconds(weights) + _around_s(facts, weights)
         return LowerBound(compute_s, compute_s, 0)
-    relaxed = relaxation(facts, separate)
-    around_s = _around_s(facts, relaxed.given)
-    compute_s, joint_s = separate.seconds(relaxed.given) + around_s, relaxed.seconds
+    relaxed = relaxation(facts)
+    joint_s = relaxed.seconds
     seconds = compute_s if joint_s is None else max(compute_s, (joint_s + around_s) * (1 - SAFETY))
     return LowerBound(seconds, compute_s, len(relaxed.cost))
 
@@ -97,12 +96,11 @@ def _around_s(facts: Facts, weights: Sequence[float]) -> float:
     return float(many @ np.array(own) / many.sum())
 
 
-def relaxation(facts: Facts, separate: Bound | None = None) -> Relaxation:
-    """The program of these facts, at the weights that are best for ``separate``, the bound of computing. Made once."""
+def relaxation(facts: Facts) -> Relaxation:
+    """The program of these facts, at the weights that are best for the bound of computing. Made once."""
     known = facts.here.get("relaxation")
     if known is None:
-        known = Relaxation(facts, best_weights(make_bound(facts) if separate is None else separate))
-        facts.here["relaxation"] = known
+        known = facts.here["relaxation"] = Relaxation(facts, weighted_bound(facts)[1])
     assert isinstance(known, Relaxation)
     return known
 
@@ -127,7 +125,6 @@ class Relaxation:
         self.facts, self.least, self.crowded = facts, Least(facts), crowded
         self.slices = ClassForms(facts.cluster, RankClasses.find(facts.cluster))
         self.devices, counts = device_classes(facts.cluster)
-        self.given = tuple(weights)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))
         self.many = self.weight * np.array(counts)
         self._known: dict[Line, float] = {}

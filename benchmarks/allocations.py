@@ -29,7 +29,9 @@ class Allocations(TorchDispatchMode):
         for tensor in tensors:
             self._see(tensor)
 
-    def least_peak(self, step: Callable[[], None], between: Callable[[], None], steps: int = 5) -> int:
+    def least_peak(
+        self, step: Callable[[], object], between: Callable[[], object] = lambda: None, steps: int = 5
+    ) -> int:
         """Bytes at the fullest moment of ``step``: the least of ``steps`` calls, with ``between`` after each.
 
         A transport's thread may hold a collective's tensors for a moment after the collective is done (Gloo's does, for

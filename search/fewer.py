@@ -23,7 +23,7 @@ overlapped. The least of all bounds is below every plan on every one of the clus
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,11 +31,8 @@ import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
-from hap.search.cases import bound_by_cases
 from hap.search.found import Found, best_of
-from hap.search.masses import bound_by_masses
-from hap.search.prices import Facts
-from hap.search.relaxation import relaxation
+from hap.search.least_bound import MOST_NODES, LeastBound
 from hap.search.starts import EVERYTHING
 from hap.search.subsets import LeftOut, slowest_kinds, without
 
@@ -44,12 +41,7 @@ if TYPE_CHECKING:
 
 OVERLAP = 0.5  # of a step with nothing overlapped, as run. A heuristic, as is
 LIKELY = 0.95  # of the step as run at first glance, which a whole search leads to
-MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
-NEAR = 0.005  # of the step: a bound as near as that is not raised ...
-FAR = 0.8  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
-LOOSE = 0.88  # ... but by masses one that is less than this of it, ...
-CHEAPER = 0.02  # ... if other strategies are cheaper by so much of it, relaxed. Heuristics
 
 
 class Planned(NamedTuple):
@@ -76,6 +68,10 @@ class Tried:
     glanced: dict[int, float] = field(default_factory=dict)
     seen: dict[int, float] = field(default_factory=dict)
     planned: dict[int, Planned] = field(default_factory=dict)
+    least_bound: LeastBound = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.least_bound = LeastBound(self.searches)
 
     def nest(self) -> None:
         """The smaller clusters are tried, too. PlanError where shares are pinned to ranks, or devices were measured: of
@@ -113,6 +109,20 @@ class Tried:
             with_all_s=self.glanced.get(0) if all_of_them is None else all_of_them.best.cost[1],
             overlapped_s=self.seen.get(0) if all_of_them is None else all_of_them.overlapped_s,
         )
+
+    def foresee(self) -> None:
+        """Which bounds will have to be raised, by what was glanced at."""
+        shortest = min(self.glanced, key=lambda n: (self.known_s(n), n))
+        found = self.searches[shortest].glance()
+        assert found is not None, "what was glanced at fits"
+        self.least_bound.foresee(shortest, found)
+
+    def raised_bound_s(self) -> float:
+        """Below all plans on every one of the clusters, as near to the best of them as is looked for."""
+        chosen = self.best()
+        assert chosen is not None, "asked of what is planned"
+        number, planned = chosen
+        return self.least_bound.seconds((number, planned.best))
 
     def compute_s(self, number: int) -> float:
         """What the cluster's devices compute for, perfectly dealt out."""
@@ -171,6 +181,8 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
             continue
         if not tried.glance(number):
             unfit.append(number)
+    if tried.glanced:
+        tried.foresee()
     whole_s = tried.glanced.get(0, np.inf)
     promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None
@@ -187,42 +199,3 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     if not tried.planned:
         assert why is not None
         raise why
-
-
-def least_bound_s(tried: Sequence[Search], found: tuple[int, Found] | None = None) -> float:
-    """Below all plans of all searches. With ``found``, the plan and the number of its search, the least bound is raised
-    as long as it is the least, by ``masses`` where that leaves much, or case by case. No bound is asked for that
-    computing alone shows not to be it."""
-    rough = {i for i, one in enumerate(tried) if "bound_s" not in one.__dict__ and len(tried) > 1}
-    known = [one.floor_s if i in rough else one.bound_s for i, one in enumerate(tried)]
-    left = {i for i, one in enumerate(tried) if len(one.problem.choices.graph.nodes) <= MOST_NODES}
-    loose = set(left)
-    while True:
-        least = min(range(len(known)), key=known.__getitem__)
-        facts = tried[least].problem.facts
-        if least in rough:
-            rough.remove(least)
-            known[least] = tried[least].bound_s
-            continue
-        if found is None or known[least] >= (1 - NEAR) * found[1].cost[1]:
-            return known[least]
-        step_s = found[1].cost[1]
-        if known[least] < LOOSE * step_s and least in loose:
-            loose.remove(least)
-            if least == found[0] and _is_best_relaxed(facts, found[1], known[least]):
-                continue
-            known[least] = bound_by_masses(facts, known[least])
-            if known[least] >= LOOSE * step_s:  # cases, which know nothing of it, would hardly come to more
-                left.discard(least)
-        elif known[least] < FAR * step_s or least not in left:
-            return known[least]
-        else:
-            left.remove(least)
-            known[least] = bound_by_cases(facts, known[least], step_s)
-
-
-def _is_best_relaxed(facts: Facts, found: Found, known_s: float) -> bool:
-    """Whether no other strategies would be much cheaper in the relaxation than those of the plan: what it lets be free
-    hardly matters then."""
-    step_s, relaxed_s = found.cost[1], relaxation(facts).of_plan_s(found.strategies, found.evaluation.conversions)
-    return relaxed_s - known_s < CHEAPER * step_s

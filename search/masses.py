@@ -26,10 +26,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
-from ortools.math_opt import parameters_pb2
+from ortools.math_opt import parameters_pb2, solution_pb2
 
 from hap.conversion import collective_kind
 from hap.cost_models.compute import Parts, parts_coefficients, parts_seconds
@@ -48,17 +49,45 @@ from hap.search.relaxation import SAFETY, Relaxation
 SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
 ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
 MUCH = 0.1  # of all work: of groups that can deal out less it is not asked where they lie
-RADIUS = 2  # of the colours that types are: a finer partition takes several times as long
+RADIUS = 3  # of the colours that types are. A finer partition takes several times as long and shows hardly more; by a
+# coarser one, layers of two kinds in turn have attention in common, and what goes from one kind to the other is lost
 
 
-def bound_by_masses(facts: Facts, known_s: float) -> float:
-    """Seconds that every plan takes at least: ``known_s``, which is proved, or more. Asked of described devices."""
-    rate = _rate(facts) if facts.cluster.world_size > 1 else None
-    if rate is None or _strongest(facts) > ALONE:
-        return known_s
-    hosts, bytes_per_s = rate
-    seconds = _Masses(facts, hosts, bytes_per_s).seconds
-    return known_s if seconds is None else max(known_s, seconds * (1 - SAFETY))
+class Masses:
+    """The bounds of nested clusters, by number. Their programs have the same rows, so each is solved from where the
+    last one ended; by a thread, so that what is begun early is found beside the search. What is found does not depend
+    on the threads: programs are solved in the order in which they are begun."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._begun: dict[int, Future[float | None] | None] = {}
+        self._ended: solution_pb2.BasisProto | None = None
+
+    def begin(self, number: int, facts: Facts) -> None:
+        """It will be asked for. Of described devices."""
+        if number in self._begun:
+            return
+        rate = _rate(facts) if facts.cluster.world_size > 1 else None
+        asked = rate is not None and _strongest(facts) <= ALONE
+        self._begun[number] = self._thread.submit(self._seconds, _Program(facts, *rate)) if asked and rate else None
+
+    def bound_s(self, number: int, facts: Facts, known_s: float) -> float:
+        """Seconds that every plan takes at least: ``known_s``, which is proved, or more."""
+        self.begin(number, facts)
+        begun = self._begun[number]
+        seconds = None if begun is None else begun.result()
+        return known_s if seconds is None else max(known_s, seconds * (1 - SAFETY))
+
+    def close(self) -> None:
+        """What is begun and not asked for is given up."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _seconds(self, program: _Program) -> float | None:
+        solved = program.solver.solve(program.solving, start=self._ended)
+        if solved is None or not solved.is_optimal:
+            return None
+        self._ended = program.solver.basis
+        return solved.bound / MS
 
 
 def _rate(facts: Facts) -> tuple[int, float] | None:
@@ -93,6 +122,15 @@ class _Doubled:
 
     @classmethod
     def of(cls, facts: Facts) -> _Doubled:
+        """Found once for a graph and its candidates."""
+        found = facts.found.get("doubled")
+        if found is None:
+            found = facts.found["doubled"] = cls._find(facts)
+        assert isinstance(found, _Doubled)
+        return found
+
+    @classmethod
+    def _find(cls, facts: Facts) -> _Doubled:
         shared, lying = _main(facts, find_shared(facts, facts.colours[RADIUS])), _Lying()
         where: dict[str, tuple[tuple[int, str], ...]] = {}
         candidates: dict[str, tuple[Strategy, ...]] = {}
@@ -142,17 +180,14 @@ def _taken_apart(placement: Shard) -> tuple[str, str]:
     return group, where
 
 
-class _Masses(Relaxation):
+class _Program(Relaxation):
     """See the module docstring."""
 
     solving = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
 
     def __init__(self, facts: Facts, hosts: int, bytes_per_s: float) -> None:
         self.hosts, self.bytes_per_s = hosts, bytes_per_s
-        if "doubled" not in facts.found:
-            facts.found["doubled"] = _Doubled.of(facts)
-        doubled = facts.found["doubled"]
-        assert isinstance(doubled, _Doubled)
+        doubled = _Doubled.of(facts)
         self.where = doubled.where
         other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found={}, here={})
         other.__dict__["colours"] = doubled.colours

@@ -25,7 +25,7 @@ from hap.rules.choices import Choices
 from hap.search.advice import advise
 from hap.search.assemble import assemble_plan
 from hap.search.bound import weighted_bound
-from hap.search.fewer import Planned, Tried, least_bound_s, plan_nested
+from hap.search.fewer import Planned, Tried, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look_s
@@ -79,10 +79,13 @@ def plan_graph(
     tried = Tried([Search(problem, LIMITS[effort], progress=progress, method=method)])
     advice: Advice | None = None
     stopped: dict[str, Any] = {}
+    lower_bound_s: float | None = None
     try:
         if leave_out:
             tried.nest()
             plan_nested(tried, partial(_plan_whole, tried))
+            progress.say("raising the lower bound")
+            lower_bound_s = tried.raised_bound_s()
         else:
             _plan_whole(tried, 0)
             if effort == "normal":
@@ -100,6 +103,7 @@ def plan_graph(
         stopped = {"stopped": True, **({"budget_s": budget_s} if isinstance(e, OutOfTime) else {})}
     finally:
         progress.done()
+        tried.least_bound.close()
     chosen = tried.best()
     assert chosen is not None, "a search ends with a plan, or raises"
     number, (search, best, overlapped_s) = chosen
@@ -111,7 +115,7 @@ def plan_graph(
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=least_bound_s(tried.searches, (number, best) if leave_out and not stopped else None),
+        lower_bound_s=tried.least_bound.seconds() if lower_bound_s is None else lower_bound_s,
         solver={**search.statistics(best), **if_kept(search.problem, best), **stopped},
         advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,

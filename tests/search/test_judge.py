@@ -14,7 +14,11 @@ from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
 from hap.search import Pins, plan_graph
-from hap.search.judge import played
+from hap.search.judge import played, played_s
+from hap.search.limits import LIMITS
+from hap.search.problem import Problem
+from hap.search.refine import at_sizes
+from hap.search.strategies import Chooser
 from tests.search.models import cluster, mlp
 
 SMALL = mlp(batch=256, width=256)
@@ -60,6 +64,22 @@ def test_a_candidate_is_timed_as_the_program_of_its_plan_is_played(network: str,
     on = cluster(*[(2, "1GB")] * (ranks - 1), (1, "1GB"), network=network)
     plan = plan_graph(SMALL, on)
     assert plan.predicted.overlapped_s == pytest.approx(as_run(SMALL, plan, on), rel=1e-9)
+
+
+@pytest.mark.parametrize("pins", [DATA_PARALLEL, ZERO])
+def test_a_program_is_drafted_once_and_played_at_other_sizes_as_if_it_were_drafted_at_them(pins: Pins) -> None:
+    """A rank without a share, too; collectives take other ways at other sizes, and bundles do not."""
+    on = cluster((2, "1GB"), (2, "1GB"), (1, "1GB"), network="1GB/s")
+    problem = Problem.state(SMALL, on, "adamw", pins)
+    first = Chooser(problem, LIMITS["quick"]).strategies(problem.round({}, (0.4, 0.4, 0.2), (0.4, 0.4, 0.2)), False, ())
+    assert first is not None
+    steps = [played_s(problem, first)]
+    for shares in ((0.8, 0.1, 0.1), (0.5, 0.5, 0.0), (0.0, 0.1, 0.9)):
+        fresh = Problem.state(SMALL, on, "adamw", pins)
+        found = at_sizes(fresh, first, fresh.round({}, shares, shares))
+        steps.append(played_s(fresh, found))
+        assert played_s(problem, found) == steps[-1]
+    assert len(problem.scores) == 1 and len(set(steps)) == 4
 
 
 @pytest.mark.parametrize("network", ["0.05GB/s", "1GB/s", "100GB/s"])

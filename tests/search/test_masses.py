@@ -10,7 +10,7 @@ from hap.cluster import ClusterSpec
 from hap.rules.choices import Choices
 from hap.search import Pins, plan_graph
 from hap.search.limits import LIMITS
-from hap.search.masses import bound_by_masses
+from hap.search.masses import Masses
 from hap.search.prices import Facts
 from hap.search.problem import Problem
 from hap.search.relaxation import lower_bound
@@ -32,7 +32,7 @@ def hosts(*kinds: tuple[float, int], network: str) -> ClusterSpec:
 def both_s(found: Choices, devices: ClusterSpec) -> tuple[float, float]:
     facts = Facts(found.graph, found.strategies, devices, "adamw")
     known = lower_bound(facts).seconds
-    return known, bound_by_masses(facts, known)
+    return known, Masses().bound_s(0, facts, known)
 
 
 CLUSTERS = {

@@ -1,0 +1,98 @@
+"""The least bound of nested clusters: below all of them, raised where it is far below the plan."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+
+from hap.rules.choices import Choices
+from hap.search import plan_graph
+from hap.search.fewer import Tried
+from hap.search.least_bound import LOOSE, LeastBound
+from hap.search.limits import LIMITS
+from hap.search.masses import Masses
+from hap.search.pins import Pins
+from hap.search.planner import Search
+from hap.search.prices import Facts
+from hap.search.problem import Problem
+from hap.search.relaxation import lower_bound
+from tests.search.models import gpt2, mlp
+from tests.search.test_fewer import MODEL, alone, mixed, nested
+from tests.search.test_masses import hosts
+
+
+def bound_s(found: Choices, devices: object) -> float:
+    return lower_bound(Facts(found.graph, found.strategies, cast(Any, devices), "adamw")).seconds
+
+
+@pytest.mark.parametrize("network", ["0.1GB/s", "3GB/s", "50GB/s"])
+def test_it_is_below_those_of_all_choices_of_devices(network: str) -> None:
+    """Each may be raised by cases, no further than the step."""
+    tried = nested(mixed(network))
+    best = tried.searches[0].run()
+    least = min(bound_s(MODEL, mixed(network)), bound_s(MODEL, alone()))
+    assert LeastBound(tried.searches).seconds() == pytest.approx(least)
+    raised = LeastBound(tried.searches).seconds((0, best))
+    assert least <= raised * (1 + 1e-9) and raised <= best.cost[1]
+
+
+def exchanging() -> Tried:
+    """A layer of GPT-2 on eight hosts, the last two half as fast: exchanges, free in the relaxation, make up a good
+    part of a step."""
+    devices = hosts(*[(1, 1)] * 6, *[(0.5, 1)] * 2, network="2GB/s")
+    tried = Tried([Search(Problem.state(gpt2(layers=1), devices, "adamw", Pins()), LIMITS["normal"])])
+    tried.nest()
+    return tried
+
+
+def test_what_is_begun_beside_the_search_is_what_would_be_found_after_it() -> None:
+    """To the last digit: programs are solved one after another, in the order in which they are begun."""
+    found = []
+    for early in (True, False):
+        tried = exchanging()
+        best = tried.searches[0].run()
+        for search in tried.searches:
+            assert search.bound_s < LOOSE * best.cost[1]
+        if early:
+            tried.least_bound.foresee(0, best)
+        found.append(tried.least_bound.seconds((0, best)))
+        assert found[-1] > 1.1 * min(search.bound_s for search in tried.searches)
+    assert found[0] == found[1]
+
+
+def test_a_bound_begun_where_another_ended_is_the_bound_begun_from_nothing() -> None:
+    facts = [search.problem.facts for search in exchanging().searches]
+    together = Masses()
+    for number, one in enumerate(facts):
+        alone_s = Masses().bound_s(0, one, 0.0)
+        assert together.bound_s(number, one, 0.0) == pytest.approx(alone_s, rel=1e-6) and alone_s > 0.0
+
+
+def test_only_what_is_far_below_the_step_is_begun() -> None:
+    tried = exchanging()
+    best = tried.searches[0].run()
+    begun: list[int] = []
+    with mock.patch.object(Masses, "begin", lambda self, number, facts: begun.append(number)):
+        tried.least_bound.foresee(0, best)
+        assert begun and begun == sorted(begun, key=lambda n: tried.searches[n].bound_s)
+        begun.clear()
+        near = nested(mixed("50GB/s"))
+        near.least_bound.foresee(0, near.searches[0].run())
+        assert not begun
+
+
+def test_an_interrupt_while_the_bound_is_raised_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bound as it was, and it says that it was stopped."""
+    found, devices = mlp(batch=4096, width=512), mixed("3GB/s")
+    whole = plan_graph(found, devices, leave_out=True)
+
+    def interrupted(self: Tried) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tried, "raised_bound_s", interrupted)
+    plan = plan_graph(found, devices, leave_out=True)
+    assert (plan.strategies, plan.sizes, plan.devices) == (whole.strategies, whole.sizes, whole.devices)
+    assert plan.provenance.solver["stopped"] is True
+    assert plan.predicted.lower_bound_s == pytest.approx(min(bound_s(found, devices), bound_s(found, alone())))

@@ -110,13 +110,6 @@ class Tried:
             overlapped_s=self.seen.get(0) if all_of_them is None else all_of_them.overlapped_s,
         )
 
-    def foresee(self) -> None:
-        """Which bounds will have to be raised, by what was glanced at."""
-        shortest = min(self.glanced, key=lambda n: (self.known_s(n), n))
-        found = self.searches[shortest].glance()
-        assert found is not None, "what was glanced at fits"
-        self.least_bound.foresee(shortest, found)
-
     def raised_bound_s(self) -> float:
         """Below all plans on every one of the clusters, as near to the best of them as is looked for."""
         chosen = self.best()
@@ -181,8 +174,6 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
             continue
         if not tried.glance(number):
             unfit.append(number)
-    if tried.glanced:
-        tried.foresee()
     whole_s = tried.glanced.get(0, np.inf)
     promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None

@@ -2,9 +2,7 @@
 
 Of each cluster the relaxation's is known, or the one of computing alone while that shows that it is not the least. As
 long as the least of them is far below the plan it is raised, by ``masses`` where other strategies would be cheaper only
-because exchanges are free, or case by case over the batch's sizes (``cases``). Programs of masses take longest of all
-that is asked. So once a first glance at the clusters says how long a step will be, those that this makes likely are
-begun, and solved while plans are made.
+because exchanges are free, or case by case over the batch's sizes (``cases``).
 """
 
 from __future__ import annotations
@@ -33,19 +31,6 @@ class LeastBound:
     def __init__(self, searches: Sequence[Search]) -> None:
         self.searches, self._masses = searches, Masses()
 
-    def foresee(self, number: int, found: Found) -> None:
-        """A plan will take about as long as ``found``, for the cluster of that number: bounds far below it will have to
-        be raised."""
-        enough_s = LOOSE * found.cost[1]
-        loose = [(one.bound_s, n) for n, one in enumerate(self.searches) if _is_small(one) and one.floor_s < enough_s]
-        for bound_s, n in sorted(loose):
-            if bound_s < enough_s and not (n == number and self._is_best_relaxed(n, found)):
-                self._masses.begin(n, self.searches[n].problem.facts)
-
-    def close(self) -> None:
-        """What was begun is given up."""
-        self._masses.close()
-
     def seconds(self, found: tuple[int, Found] | None = None) -> float:
         """Below all plans of all searches. With ``found``, the plan and the number of its search, the least bound is
         raised as long as it is the least."""
@@ -62,25 +47,24 @@ class LeastBound:
             if found is None or known[least] >= (1 - NEAR) * found[1].cost[1]:
                 return known[least]
             facts, step_s = self.searches[least].problem.facts, found[1].cost[1]
-            if known[least] < LOOSE * step_s and least in loose:
+            if least in loose and known[least] < LOOSE * step_s:
                 loose.remove(least)
-                if least == found[0] and self._is_best_relaxed(*found):
-                    continue
-                known[least] = self._masses.bound_s(least, facts, known[least])
-                if known[least] >= LOOSE * step_s:  # cases, which know nothing of it, would hardly come to more
-                    left.discard(least)
+                if least != found[0] or self._is_dear(*found):
+                    known[least] = self._masses.bound_s(facts, known[least])
+                    if known[least] >= LOOSE * step_s:  # cases, which know nothing of it, would hardly come to more
+                        left.discard(least)
             elif known[least] < FAR * step_s or least not in left:
                 return known[least]
             else:
                 left.remove(least)
                 known[least] = bound_by_cases(facts, known[least], step_s)
 
-    def _is_best_relaxed(self, number: int, found: Found) -> bool:
-        """Whether no other strategies would be much cheaper in the relaxation than those of the plan: what it lets be
-        free hardly matters then."""
-        search = self.searches[number]
+    def _is_dear(self, number: int, found: Found) -> bool:
+        """Whether other strategies would be much cheaper than those of the plan, relaxed. If not, what the relaxation
+        lets be free hardly matters."""
+        search, step_s = self.searches[number], found.cost[1]
         relaxed_s = relaxation(search.problem.facts).of_plan_s(found.strategies, found.evaluation.conversions)
-        return relaxed_s - search.bound_s < CHEAPER * found.cost[1]
+        return relaxed_s - search.bound_s >= CHEAPER * step_s
 
 
 def _is_small(search: Search) -> bool:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,40 +53,23 @@ RADIUS = 3  # of the colours that types are. A finer partition takes several tim
 
 
 class Masses:
-    """The bounds of nested clusters, by number. Their programs have the same rows, so each is solved from where the
-    last one ended; by a thread, so that what is begun early is found beside the search. What is found does not depend
-    on the threads: programs are solved in the order in which they are begun."""
+    """The bounds of nested clusters. Their programs have the same rows, so each is solved from where the last one
+    ended: any basis is one to begin from, and the optimum is the same."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._begun: dict[int, Future[float | None] | None] = {}
         self._ended: solution_pb2.BasisProto | None = None
 
-    def begin(self, number: int, facts: Facts) -> None:
-        """It will be asked for. Of described devices."""
-        if number in self._begun:
-            return
+    def bound_s(self, facts: Facts, known_s: float) -> float:
+        """Seconds that every plan takes at least: ``known_s``, which is proved, or more. Asked of described devices."""
         rate = _rate(facts) if facts.cluster.world_size > 1 else None
-        asked = rate is not None and _strongest(facts) <= ALONE
-        self._begun[number] = self._thread.submit(self._seconds, _Program(facts, *rate)) if asked and rate else None
-
-    def bound_s(self, number: int, facts: Facts, known_s: float) -> float:
-        """Seconds that every plan takes at least: ``known_s``, which is proved, or more."""
-        self.begin(number, facts)
-        begun = self._begun[number]
-        seconds = None if begun is None else begun.result()
-        return known_s if seconds is None else max(known_s, seconds * (1 - SAFETY))
-
-    def close(self) -> None:
-        """What is begun and not asked for is given up."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _seconds(self, program: _Program) -> float | None:
+        if rate is None or _strongest(facts) > ALONE:
+            return known_s
+        program = _Program(facts, *rate)
         solved = program.solver.solve(program.solving, start=self._ended)
         if solved is None or not solved.is_optimal:
-            return None
+            return known_s
         self._ended = program.solver.basis
-        return solved.bound / MS
+        return max(known_s, solved.bound / MS * (1 - SAFETY))
 
 
 def _rate(facts: Facts) -> tuple[int, float] | None:

@@ -103,7 +103,6 @@ def plan_graph(
         stopped = {"stopped": True, **({"budget_s": budget_s} if isinstance(e, OutOfTime) else {})}
     finally:
         progress.done()
-        tried.least_bound.close()
     chosen = tried.best()
     assert chosen is not None, "a search ends with a plan, or raises"
     number, (search, best, overlapped_s) = chosen

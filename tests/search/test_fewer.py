@@ -118,17 +118,11 @@ class Stub:
         return self.seen_s
 
 
-def nothing_foreseen(searches: Any) -> Tried:
-    tried = Tried(searches, [(), (2,)])
-    tried.least_bound = cast(Any, SimpleNamespace(foresee=lambda number, found: None))
-    return tried
-
-
 def chosen(whole: Stub, others: Stub, *as_run_s: float | None) -> tuple[list[int], int]:
     """(clusters planned, the one taken) where the plans of all devices and of the first two take so long as run; None
     where nothing fits after all. All compute for at least 0.9 / (1/2 + 1/2 + 1/4) = 0.72 s, two for 0.9 s."""
     searches: Any = [whole, others]
-    tried, asked = nothing_foreseen(searches), list[int]()
+    tried, asked = Tried(searches, [(), (2,)]), list[int]()
 
     def plan(number: int) -> None:
         asked.append(number)
@@ -204,7 +198,7 @@ def test_of_what_does_not_fit_at_a_glance_the_least_bound_comes_first() -> None:
 def test_where_nothing_is_played_no_plan_is_shorter_than_its_bound() -> None:
     """Two devices take 2 s with nothing overlapped, all of them 2.5 s at least; half of that does not count."""
     searches: Any = [Stub(2.5, None), Stub(1.5, None)]
-    tried, asked = nothing_foreseen(searches), list[int]()
+    tried, asked = Tried(searches, [(), (2,)]), list[int]()
 
     def plan(number: int) -> None:
         asked.append(number)

@@ -32,7 +32,7 @@ def hosts(*kinds: tuple[float, int], network: str) -> ClusterSpec:
 def both_s(found: Choices, devices: ClusterSpec) -> tuple[float, float]:
     facts = Facts(found.graph, found.strategies, devices, "adamw")
     known = lower_bound(facts).seconds
-    return known, Masses().bound_s(0, facts, known)
+    return known, Masses().bound_s(facts, known)
 
 
 CLUSTERS = {

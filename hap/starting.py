@@ -127,7 +127,17 @@ def _ranks(part: Part) -> str:
     return f"--nproc-per-node {len(part.numbers)}"
 
 
+def visible(plan: Plan, host: str | None) -> dict[str, str]:
+    """The environment of a host's ranks (None: the only host of the plan, if there is one): which of its GPUs they see,
+    where it has others."""
+    mine = [part for part in parts(plan) if host in (None, part.host)]
+    return _environment(mine[0], plan.provenance.backend == "nccl") if len(mine) == 1 else {}
+
+
 def _visible(part: Part, cuda: bool) -> str:
-    """Which GPUs of the host, where it has others."""
+    return "".join(f"{name}={value} " for name, value in _environment(part, cuda).items())
+
+
+def _environment(part: Part, cuda: bool) -> dict[str, str]:
     numbers = ",".join(map(str, part.numbers))
-    return f"CUDA_VISIBLE_DEVICES={numbers} " if cuda and len(part.numbers) < part.of else ""
+    return {"CUDA_VISIBLE_DEVICES": numbers} if cuda and len(part.numbers) < part.of else {}

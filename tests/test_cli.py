@@ -48,7 +48,7 @@ SURFACE = {
     "rules": [],
     "rules check": [*MODEL, "--op", "--json"],
     "rules discover": [*MODEL, "--op", "--json"],
-    "run": ["-c", "--cluster", "--host", "--master", "--json"],
+    "run": ["-c", "--cluster", "--plan", "--host", "--master", "--json"],
 }
 
 ONE = (

@@ -19,7 +19,7 @@ from hap.plan import Plan
 from hap.report.explain import explain
 from hap.report.summary import summarize
 from hap.search.subsets import without
-from hap.starting import how_to_start, in_words, left_out, parts, refusal, with_all
+from hap.starting import how_to_start, in_words, left_out, parts, refusal, visible, with_all
 from tests._support.ranks import run_ranks
 from tests.report.plans import cluster_of_1024, thousand
 
@@ -112,6 +112,7 @@ def test_on_several_hosts_each_has_its_command_and_sees_only_its_devices_that_ta
         f"on b: CUDA_VISIBLE_DEVICES=0 torchrun --nnodes 3 --node-rank 1 --nproc-per-node 1 {where}",
         f"on c: torchrun --nnodes 3 --node-rank 2 --nproc-per-node 2 {where}",
     ]
+    assert [visible(plan, host) for host in ("a", "c", None)] == [{"CUDA_VISIBLE_DEVICES": "1,2"}, {}, {}]
     assert "CUDA" not in "".join(how_to_start(told("gloo", names, {0: "a/old#0", 4: "b/old#1"})))
     assert refusal(plan, 7) == (
         "the plan leaves out a/old#0 and b/old#1, and this job has 7 ranks: start 5, on "
@@ -187,6 +188,35 @@ def test_a_job_on_all_devices_is_told_where_to_start() -> None:
     said = "PlanError: the plan leaves out b/old#0, and this job has 3 ranks: start 2, on a (2 ranks) only"
     (first, *others) = run_ranks(3, train, fewer().to_json())
     assert first[:2] == [said, said] and all(rank == first for rank in others)
+
+
+def test_a_plan_for_some_devices_of_one_host_shows_its_ranks_only_these() -> None:
+    plan = told("nccl", ("a/new#0", "a/new#1"), {1: "a/old#0"})
+    assert visible(plan, None) == visible(plan, "a") == {"CUDA_VISIBLE_DEVICES": "0,2"}
+
+
+def test_hap_run_with_the_plan_starts_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("all.yaml").write_text(TEXT)
+    Path("other.yaml").write_text(TEXT.replace("1MB/s", "2MB/s"))
+    Path("fewer.plan.json").write_text(fewer().to_json())
+    Path("script.py").write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    asked = ["run", "--plan", "fewer.plan.json", "--cluster"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*asked, "all.yaml", "script.py", "--steps", "3"])
+    given = ["--cluster", "all.yaml", "--plan", "fewer.plan.json", "--steps", "3"]
+    assert ended.value.code in (0, None)
+    assert sorted(capfd.readouterr().out.splitlines()) == [f"{rank} 2 {given}" for rank in range(2)]
+    for arguments_, said in (
+        (["all.yaml", "--host", "b"], "the plan leaves out all devices of host 'b': start nothing there"),
+        (["all.yaml", "--host", "c"], "no host 'c' in the cluster (hosts: a)"),
+        (["other.yaml"], "not for this 'mixed'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*asked, *arguments_, "script.py"])
+        assert ended.value.code == 2 and said in capfd.readouterr().err
 
 
 def test_every_command_takes_such_a_plan(

@@ -22,13 +22,17 @@ def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script that calls hap.compile.")],
     cluster: ClusterOption,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="X.plan.json", help="No ranks on devices that this plan leaves out.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="This machine's name in the cluster file.")] = None,
     master: Annotated[str | None, typer.Option(metavar="ADDRESS:PORT", help="Where the first host listens.")] = None,
     as_json: Json = False,
 ) -> None:
     """Launch a script under torchrun.
 
-    One rank per device of the cluster. Everything after SCRIPT.py is the script's own; it also gets --cluster.
+    One rank per device of the cluster, or with --plan of those that the plan is for. Everything after SCRIPT.py is the
+    script's own; it also gets --cluster, and --plan where that was given.
 
     Example:  hap run --cluster cluster.yaml train.py --steps 100
 
@@ -42,15 +46,35 @@ def run(
 
     if not script.is_file():
         raise HapError(f"{script}: no such file")
-    launcher = launch_arguments(ClusterSpec.load(cluster), host, master)
+    part, own = ClusterSpec.load(cluster), dict[str, str]()
+    if plan is not None:
+        part, own = _planned(plan, part, host)
+    launcher = launch_arguments(part, host, master)
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--", str(script), "--cluster", cluster]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}  # torchrun sets the same, with a warning
+    command += [] if plan is None else ["--plan", str(plan)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **own}  # torchrun sets the same, with a warning
     command += context.args
     started = time.monotonic()
     code = subprocess.run(command, env=environment, check=False, stdout=sys.stderr if as_json else None).returncode
     if as_json:
         print_json({"command": command, "exit_code": code, "seconds": time.monotonic() - started})
     raise typer.Exit(code)
+
+
+def _planned(path: Path, cluster: ClusterSpec, host: str | None) -> tuple[ClusterSpec, dict[str, str]]:
+    """The part of the cluster that a plan is for, and what the environment says there. HapError for a host without any
+    of its devices."""
+    from hap.api import check_cluster, planned_part
+    from hap.plan import Plan
+    from hap.starting import visible
+
+    plan = Plan.load(path)
+    part = planned_part(plan, cluster)
+    check_cluster(plan, part)
+    known, left = ([h.name for h in c.hosts] for c in (cluster, part))
+    if host in known and host not in left:
+        raise HapError(f"the plan leaves out all devices of host {host!r}: start nothing there")
+    return part, visible(plan, host)
 
 
 def launch_arguments(cluster: ClusterSpec, host: str | None, master: str | None) -> list[str]:

@@ -70,13 +70,14 @@ def in_words(plan: Plan) -> str:
 def with_all(plan: Plan) -> str:
     """What a step of all devices would take, as far as it was looked at."""
     solver, them = plan.provenance.solver, "it" if len(left_out(plan)) == 1 else "them"
+    glanced = ", at first glance" if solver.get("with_all_glanced") is True else ""
     for name, how in (
         ("with_all_overlapped_s", "{} as it is run"),
         ("with_all_step_s", "{} with nothing overlapped"),
         ("with_all_at_least_s", "at least {} with nothing overlapped"),
     ):
         if isinstance(found := solver.get(name), int | float):
-            return f"with {them} the step would take {how.format(seconds(found))}"
+            return f"with {them} the step would take {how.format(seconds(found))}{glanced}"
     raise PlanError("the plan does not say what the devices that it leaves out would cost; plan again")
 
 

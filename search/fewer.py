@@ -108,6 +108,7 @@ class Tried:
             at_least_s=whole.bound_s,
             with_all_s=self.glanced.get(0) if all_of_them is None else all_of_them.best.cost[1],
             overlapped_s=self.seen.get(0) if all_of_them is None else all_of_them.overlapped_s,
+            glanced=all_of_them is None and 0 in self.glanced,
         )
 
     def raised_bound_s(self) -> float:

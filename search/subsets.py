@@ -46,7 +46,7 @@ class Advice:
 class LeftOut:
     """The plan is for the cluster without the devices of ``ranks``, ``devices`` by name. With them, too, a step with
     nothing overlapped takes at least ``at_least_s``, which is proved, and by the best plan found ``with_all_s``, or
-    ``overlapped_s`` as it is run, where that was worth looking at."""
+    ``overlapped_s`` as it is run, where that was worth looking at; ``glanced``: no more than a first glance was."""
 
     ranks: tuple[int, ...]
     kinds: tuple[tuple[str, int], ...]
@@ -54,6 +54,7 @@ class LeftOut:
     at_least_s: float
     with_all_s: float | None = None
     overlapped_s: float | None = None
+    glanced: bool = False
 
     def __str__(self) -> str:
         if self.overlapped_s is not None:
@@ -63,7 +64,8 @@ class LeftOut:
         else:
             known = f"at least {_rounded(self.at_least_s)} with nothing overlapped"
         some, them = ("is", "it") if len(self.ranks) == 1 else ("are", "them")
-        return f"{_named(self.kinds)} {some} left out, with {them} the step would take {known}"
+        how = ", at first glance" if self.glanced else ""
+        return f"{_named(self.kinds)} {some} left out, with {them} the step would take {known}{how}"
 
     def figures(self) -> dict[str, Any]:
         """For the plan's provenance."""
@@ -73,6 +75,7 @@ class LeftOut:
             "left_out_devices": list(self.devices),
             "with_all_at_least_s": self.at_least_s,
             **{name: seconds for name, seconds in known.items() if seconds is not None},
+            **({"with_all_glanced": True} if self.glanced else {}),
         }
 
 

@@ -135,6 +135,7 @@ def test_many_hosts_that_start_alike_are_one_line() -> None:
         ({}, "at least 1.5 s with nothing overlapped"),
         ({"with_all_step_s": 2.0}, "2 s with nothing overlapped"),
         ({"with_all_step_s": 2.0, "with_all_overlapped_s": 1.75}, "1.75 s as it is run"),
+        ({"with_all_overlapped_s": 1.75, "with_all_glanced": True}, "1.75 s as it is run, at first glance"),
     ],
 )
 def test_what_all_would_take(known: dict[str, float], words: str) -> None:

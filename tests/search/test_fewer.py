@@ -237,7 +237,10 @@ def test_says_what_is_known_of_all_together() -> None:
     words = "the 1 old is left out, with it the step would take"
     assert str(one) == f"{words} at least 1.5s with nothing overlapped"
     assert str(replace(one, with_all_s=2.0)) == f"{words} 2s with nothing overlapped"
-    assert str(replace(one, with_all_s=2.0, overlapped_s=1.75)) == f"{words} 1.75s as it is run"
+    played = replace(one, with_all_s=2.0, overlapped_s=1.75)
+    assert str(played) == f"{words} 1.75s as it is run"
+    assert str(replace(played, glanced=True)) == f"{words} 1.75s as it is run, at first glance"
+    assert "with_all_glanced" not in played.figures() and replace(played, glanced=True).figures()["with_all_glanced"]
     two = LeftOut((1, 2), (("old", 2),), ("b/old#0", "b/old#1"), 1.5)
     assert str(two) == "the 2 old are left out, with them the step would take at least 1.5s with nothing overlapped"
     assert two.figures() == {

@@ -54,7 +54,8 @@ RADIUS = 3  # of the colours that types are. A finer partition takes several tim
 
 class Masses:
     """The bounds of nested clusters. Their programs have the same rows, so each is solved from where the last one
-    ended: any basis is one to begin from, and the optimum is the same."""
+    ended, the first from where it ends if nothing may be spread, which is found in a fifth of the time: any basis is
+    one to begin from, and the optimum is the same."""
 
     def __init__(self) -> None:
         self._ended: solution_pb2.BasisProto | None = None
@@ -65,7 +66,8 @@ class Masses:
         if rate is None or _strongest(facts) > ALONE:
             return known_s
         program = _Program(facts, *rate)
-        solved = program.solver.solve(program.solving, start=self._ended)
+        start = program.all_together() if self._ended is None else self._ended
+        solved = program.solver.solve(program.solving, start=start)
         if solved is None or not solved.is_optimal:
             return known_s
         self._ended = program.solver.basis
@@ -165,8 +167,6 @@ def _taken_apart(placement: Shard) -> tuple[str, str]:
 class _Program(Relaxation):
     """See the module docstring."""
 
-    solving = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
-
     def __init__(self, facts: Facts, hosts: int, bytes_per_s: float) -> None:
         self.hosts, self.bytes_per_s = hosts, bytes_per_s
         doubled = _Doubled.of(facts)
@@ -180,6 +180,17 @@ class _Program(Relaxation):
             kinds[computes_like(d), on_host[d.host]] = d, on_host[d.host] if len(on_host) > 1 else 1
         self._kinds, self._busy = tuple(kinds.values()), dict[object, float]()
         self._compute(facts)
+
+    def all_together(self) -> solution_pb2.BasisProto | None:
+        """The basis of the optimum where no option of a spread group may be taken."""
+        spread = [v for v, _, name, number in self.options if self.where[name][number][1] == SPREAD]
+        free = self.solver.upper
+        limited = free.copy()
+        limited[spread] = 0.0
+        self.solver.limit(limited)
+        self.solver.solve(seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX))
+        self.solver.limit(free)
+        return self.solver.basis
 
     def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
         """Cutting a piece out is left out: it is compute."""

@@ -33,14 +33,14 @@ TRIES = 2  # linear programs for a box
 TINY = 1e-9
 WORTH = 2e-3  # of a bound: less is not looked for
 SPLITS = 40  # of boxes
-NEAR = 0.02  # of what is enough: nearer is not looked for
+SHORT_OF = 0.02  # what is enough: nearer is not looked for
 PATIENCE = 10  # splits after which the bound must have risen
 
 
 def bound_by_cases(facts: Facts, known_s: float, enough_s: float, *, most: int = SPLITS) -> float:
     """Seconds that every plan takes at least: ``known_s``, which is proved, or more, after at most ``most`` splits of
-    boxes; no more than ``NEAR`` below ``enough_s`` is looked for, and no longer than it rises."""
-    enough_s *= 1 - NEAR
+    boxes; no more than ``SHORT_OF`` below ``enough_s`` is looked for, and no longer than it rises."""
+    enough_s *= 1 - SHORT_OF
     batch = find_batch(facts)
     if batch is None or facts.cluster.world_size == 1 or known_s >= enough_s:
         return known_s

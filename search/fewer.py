@@ -25,14 +25,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
+from hap.search.beside import Beside, Question
 from hap.search.found import Found, best_of
-from hap.search.least_bound import MOST_NODES, LeastBound
+from hap.search.least_bound import MOST_NODES, Aim, LeastBound
 from hap.search.starts import EVERYTHING
 from hap.search.subsets import LeftOut, slowest_kinds, without
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 OVERLAP = 0.5  # of a step with nothing overlapped, as run. A heuristic, as is
 LIKELY = 0.95  # of the step as run at first glance, which a whole search leads to
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
+FEWEST_NODES = 500  # of a graph whose bounds are worth a second process
 
 
 class Planned(NamedTuple):
@@ -60,22 +63,41 @@ class Planned(NamedTuple):
 @dataclass
 class Tried:
     """The searches of one job and what they have come to: that of the whole cluster first, with ``nest`` those of what
-    is left without ``ranks``. ``glanced``: steps with nothing overlapped of what fitted at first glance; ``seen``: the
-    same as run, where they were played."""
+    is left without ``ranks``. ``glances``: what fitted at first glance; ``seen``: their steps as run, where they were
+    played. ``beside``: the process that works on bounds."""
 
     searches: list[Search]
     ranks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
-    glanced: dict[int, float] = field(default_factory=dict)
+    glances: dict[int, Found] = field(default_factory=dict)
     seen: dict[int, float] = field(default_factory=dict)
     planned: dict[int, Planned] = field(default_factory=dict)
     least_bound: LeastBound = field(init=False)
+    beside: Beside | None = None
+    _asked: dict[int, Question] = field(default_factory=dict)  # for bounds
 
     def __post_init__(self) -> None:
         self.least_bound = LeastBound(self.searches)
 
+    @property
+    def glanced(self) -> dict[int, float]:
+        """Steps with nothing overlapped at first glance."""
+        return {n: found.cost[1] for n, found in self.glances.items()}
+
+    def close(self) -> None:
+        """Nothing works beside the searches any more. What is asked of their bounds from now on is proved here."""
+        if self.beside is None:
+            return
+        for number, search in enumerate(self.searches):
+            known = self.beside.answered(self._asked[number])
+            if known is not None:
+                self.least_bound.learn(number, known)
+            search.asked = partial(self.least_bound.bound_s, number)
+        self.beside.close()
+
     def nest(self) -> None:
-        """The smaller clusters are tried, too. PlanError where shares are pinned to ranks, or devices were measured: of
-        all of them together it was measured what collectives take."""
+        """The smaller clusters are tried, too, and from now on bounds are proved in a second process. PlanError where
+        shares are pinned to ranks, or devices were measured: of all of them together it was measured what collectives
+        take."""
         search = self.searches[0]
         problem = search.problem
         if problem.pins.sizes or problem.pins.ratios is not None:
@@ -85,6 +107,11 @@ class Tried:
         for ranks in slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()):
             self.ranks.append(ranks)
             self.searches.append(replace(search, problem=problem.on(without(problem.cluster, ranks))))
+        is_large = len(problem.choices.graph.nodes) >= FEWEST_NODES
+        self.beside = Beside(self.least_bound, apart=is_large, check=search.progress.check)
+        for number in (*range(1, len(self.searches)), 0):  # what is asked first in plan_nested is asked first here
+            self._asked[number] = self.beside.ask("bound_s", number)
+            self.searches[number].asked = partial(self.beside.answer, self._asked[number])
 
     def best(self) -> tuple[int, Planned] | None:
         """The shortest plan and the number of its cluster; where none is ready, the best that fits of all that the
@@ -111,12 +138,18 @@ class Tried:
             glanced=all_of_them is None and 0 in self.glanced,
         )
 
+    def foresee(self, number: int, found: Found) -> None:
+        """As long as nothing better is known, the bounds are raised for this plan of that cluster."""
+        if self.beside is not None:
+            self.beside.ask("raised_s", Aim.at(number, found))
+
     def raised_bound_s(self) -> float:
         """Below all plans on every one of the clusters, as near to the best of them as is looked for."""
         chosen = self.best()
-        assert chosen is not None, "asked of what is planned"
+        assert chosen is not None and self.beside is not None, "asked of what is planned, after ``nest``"
         number, planned = chosen
-        return self.least_bound.seconds((number, planned.best))
+        found: float = self.beside.answer(self.beside.ask("raised_s", Aim.at(number, planned.best)))
+        return found
 
     def compute_s(self, number: int) -> float:
         """What the cluster's devices compute for, perfectly dealt out."""
@@ -135,7 +168,7 @@ class Tried:
         found = search.glance()
         if found is None or not found.fits:
             return False
-        self.glanced[number] = found.cost[1]
+        self.glances[number] = found
         seen_s = search.look_s(found)
         if seen_s is not None:
             self.seen[number] = seen_s
@@ -175,6 +208,9 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
             continue
         if not tried.glance(number):
             unfit.append(number)
+    if tried.glanced:
+        first = min(tried.glanced, key=lambda n: (tried.glanced[n], n))
+        tried.foresee(first, tried.glances[first])
     whole_s = tried.glanced.get(0, np.inf)
     promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None

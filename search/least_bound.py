@@ -2,27 +2,43 @@
 
 Of each cluster the relaxation's is known, or the one of computing alone while that shows that it is not the least. As
 long as the least of them is far below the plan it is raised, by ``masses`` where other strategies would be cheaper only
-because exchanges are free, or case by case over the batch's sizes (``cases``).
+because exchanges are free, or case by case over the batch's sizes (``cases``). What was raised for one plan is not
+raised again for the next: a search asks about what it sees first, and in the end about its plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from hap.search.cases import bound_by_cases
+from hap.cost_models.sequence import ConversionCost
+from hap.plan import Strategy
+from hap.search.cases import SHORT_OF, bound_by_cases
 from hap.search.found import Found
 from hap.search.masses import Masses
-from hap.search.relaxation import relaxation
+from hap.search.relaxation import lower_bound, relaxation
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
 MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
 NEAR = 0.005  # of the step: a bound as near as that is not raised ...
-FAR = 0.8  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
+FAR = 0.7  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
 LOOSE = 0.88  # ... but by masses one that is less than this of it, ...
 CHEAPER = 0.02  # ... if other strategies are cheaper by so much of it, relaxed. Heuristics
+
+
+class Aim(NamedTuple):
+    """The plan that bounds are raised for: the number of its cluster, its step, and what it consists of."""
+
+    number: int
+    step_s: float
+    strategies: Mapping[str, Strategy]
+    conversions: tuple[ConversionCost, ...]
+
+    @classmethod
+    def at(cls, number: int, found: Found) -> Aim:
+        return cls(number, found.cost[1], found.strategies, found.evaluation.conversions)
 
 
 class LeastBound:
@@ -30,41 +46,82 @@ class LeastBound:
 
     def __init__(self, searches: Sequence[Search]) -> None:
         self.searches, self._masses = searches, Masses()
+        self._known: dict[int, float] = {}
+        self._by_masses: dict[int, float] = {}
+        self._by_cases: dict[int, tuple[float, float]] = {}  # the bound, and the step that it was to come to
 
-    def seconds(self, found: tuple[int, Found] | None = None) -> float:
-        """Below all plans of all searches. With ``found``, the plan and the number of its search, the least bound is
-        raised as long as it is the least."""
-        rough = {n for n, one in enumerate(self.searches) if "bound_s" not in one.__dict__ and len(self.searches) > 1}
-        known = [one.floor_s if n in rough else one.bound_s for n, one in enumerate(self.searches)]
-        left = {n for n, one in enumerate(self.searches) if _is_small(one)}
-        loose = set(left)
+    def bound_s(self, number: int) -> float:
+        """Of one of them, by the relaxation."""
+        if number not in self._known:
+            self._known[number] = lower_bound(self.searches[number].problem.facts).seconds
+        return self._known[number]
+
+    def learn(self, number: int, bound_s: float) -> None:
+        """What was proved elsewhere in the same way."""
+        self._known.setdefault(number, bound_s)
+
+    def least_s(self) -> float:
+        """Below all plans of all searches."""
+        return self._least(self._rough())[1]
+
+    def raised_s(self, aim: Aim) -> float:
+        """The same, raised as long as it is far below this plan's step."""
+        rough = self._rough()
+        unlike = {n for n, one in enumerate(self.searches) if _is_small(one)}  # by masses it may be raised
+        coarse = set(unlike)  # by cases it may
         while True:
-            least = min(range(len(known)), key=known.__getitem__)
-            if least in rough:
-                rough.remove(least)
-                known[least] = self.searches[least].bound_s
-                continue
-            if found is None or known[least] >= (1 - NEAR) * found[1].cost[1]:
-                return known[least]
-            facts, step_s = self.searches[least].problem.facts, found[1].cost[1]
-            if least in loose and known[least] < LOOSE * step_s:
-                loose.remove(least)
-                if least != found[0] or self._is_dear(*found):
-                    known[least] = self._masses.bound_s(facts, known[least])
-                    if known[least] >= LOOSE * step_s:  # cases, which know nothing of it, would hardly come to more
-                        left.discard(least)
-            elif known[least] < FAR * step_s or least not in left:
-                return known[least]
+            least, known_s = self._least(rough)
+            if known_s >= (1 - NEAR) * aim.step_s:
+                return known_s
+            if least in unlike and known_s < LOOSE * aim.step_s:
+                unlike.remove(least)
+                if least != aim.number or self._is_dear(aim):
+                    rough[least] = max(known_s, self._massed_s(least))
+                    if rough[least] >= LOOSE * aim.step_s:  # cases, which know nothing of it, would hardly come to more
+                        coarse.discard(least)
+            elif known_s < FAR * aim.step_s or least not in coarse:
+                return known_s
             else:
-                left.remove(least)
-                known[least] = bound_by_cases(facts, known[least], step_s)
+                coarse.remove(least)
+                rough[least] = self._split_s(least, known_s, aim.step_s)
 
-    def _is_dear(self, number: int, found: Found) -> bool:
+    def _rough(self) -> dict[int, float]:
+        """What is known so far, or of computing alone."""
+        found = {n: self._known.get(n, search.floor_s) for n, search in enumerate(self.searches)}
+        for n in found:
+            found[n] = max(found[n], self._by_masses.get(n, 0.0), self._by_cases.get(n, (0.0, 0.0))[0])
+        return found
+
+    def _least(self, known: dict[int, float]) -> tuple[int, float]:
+        """The number of the least bound, by the relaxation or raised, and that bound."""
+        while True:
+            least = min(known, key=known.__getitem__)
+            if least in self._known:
+                return least, known[least]
+            known[least] = max(known[least], self.bound_s(least))
+
+    def _massed_s(self, number: int) -> float:
+        if number not in self._by_masses:
+            facts = self.searches[number].problem.facts
+            self._by_masses[number] = self._masses.bound_s(facts, self.bound_s(number))
+        return self._by_masses[number]
+
+    def _split_s(self, number: int, known_s: float, step_s: float) -> float:
+        """By cases. What came to nothing for a shorter step would for a longer one, too."""
+        if number in self._by_cases:
+            found_s, aimed_s = self._by_cases[number]
+            if step_s <= aimed_s or found_s < (1 - SHORT_OF) * aimed_s:
+                return max(known_s, found_s)
+        found_s = bound_by_cases(self.searches[number].problem.facts, known_s, step_s)
+        self._by_cases[number] = found_s, step_s
+        return found_s
+
+    def _is_dear(self, aim: Aim) -> bool:
         """Whether other strategies would be much cheaper than those of the plan, relaxed. If not, what the relaxation
         lets be free hardly matters."""
-        search, step_s = self.searches[number], found.cost[1]
-        relaxed_s = relaxation(search.problem.facts).of_plan_s(found.strategies, found.evaluation.conversions)
-        return relaxed_s - search.bound_s >= CHEAPER * step_s
+        facts = self.searches[aim.number].problem.facts
+        relaxed_s = relaxation(facts).of_plan_s(aim.strategies, aim.conversions)
+        return relaxed_s - self.bound_s(aim.number) >= CHEAPER * aim.step_s
 
 
 def _is_small(search: Search) -> bool:

@@ -11,7 +11,7 @@ plan says so where the budget ended the search.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -102,6 +102,7 @@ def plan_graph(
             raise
         stopped = {"stopped": True, **({"budget_s": budget_s} if isinstance(e, OutOfTime) else {})}
     finally:
+        tried.close()
         progress.done()
     chosen = tried.best()
     assert chosen is not None, "a search ends with a plan, or raises"
@@ -114,7 +115,7 @@ def plan_graph(
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=tried.least_bound.seconds() if lower_bound_s is None else lower_bound_s,
+        lower_bound_s=tried.least_bound.least_s() if lower_bound_s is None else lower_bound_s,
         solver={**search.statistics(best), **if_kept(search.problem, best), **stopped},
         advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,
@@ -131,6 +132,7 @@ def _plan_whole(tried: Tried, number: int) -> None:
         search.progress.say("comparing programs as they run")
         best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
+    tried.foresee(number, best)
     best, overlapped_s = or_repeating(search, best, overlapped_s)
     tried.planned[number] = Planned(search, best, overlapped_s)
     tried.planned[number] = Planned(search, *or_keeping(search, best, overlapped_s))
@@ -146,6 +148,7 @@ class Search:
     starts: int = 0
     progress: Progress = field(default_factory=Progress)
     method: Method = "milp"
+    asked: Callable[[], float] | None = None  # where ``bound_s`` is found beside the search
 
     def __post_init__(self) -> None:
         kind = Synthesiser if self.method == "astar" else Chooser
@@ -155,7 +158,7 @@ class Search:
 
     @cached_property
     def bound_s(self) -> float:
-        return lower_bound(self.problem.facts).seconds
+        return lower_bound(self.problem.facts).seconds if self.asked is None else self.asked()
 
     @cached_property
     def floor_s(self) -> float:

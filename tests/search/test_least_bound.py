@@ -9,7 +9,7 @@ import pytest
 from hap.rules.choices import Choices
 from hap.search import plan_graph
 from hap.search.fewer import Tried
-from hap.search.least_bound import LeastBound
+from hap.search.least_bound import Aim, LeastBound
 from hap.search.limits import LIMITS
 from hap.search.masses import Masses
 from hap.search.pins import Pins
@@ -32,8 +32,8 @@ def test_it_is_below_those_of_all_choices_of_devices(network: str) -> None:
     tried = nested(mixed(network))
     best = tried.searches[0].run()
     least = min(bound_s(MODEL, mixed(network)), bound_s(MODEL, alone()))
-    assert LeastBound(tried.searches).seconds() == pytest.approx(least)
-    raised = LeastBound(tried.searches).seconds((0, best))
+    assert LeastBound(tried.searches).least_s() == pytest.approx(least)
+    raised = LeastBound(tried.searches).raised_s(Aim.at(0, best))
     assert least <= raised * (1 + 1e-9) and raised <= best.cost[1]
 
 
@@ -50,8 +50,8 @@ def test_where_exchanges_make_up_the_step_it_is_raised() -> None:
     tried = exchanging()
     best = tried.searches[0].run()
     least = min(search.bound_s for search in tried.searches)
-    assert 1.1 * least < tried.least_bound.seconds((0, best)) <= best.cost[1]
-    assert LeastBound(tried.searches).seconds() == least
+    assert 1.1 * least < tried.least_bound.raised_s(Aim.at(0, best)) <= best.cost[1]
+    assert LeastBound(tried.searches).least_s() == least
 
 
 def test_a_bound_begun_where_another_ended_is_the_bound_begun_from_nothing() -> None:

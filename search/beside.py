@@ -1,0 +1,130 @@
+"""A second process that works beside the search: what it is asked it answers in the order in which it was asked.
+
+It is forked, so it knows all that the search knew then, and only questions and answers go between the two; what it
+finds out meanwhile it keeps for the next question. Python runs one thread at a time, so threads would gain little.
+
+Where no process can be forked, or there is no second core for it, questions wait until an answer is needed; then all
+that were asked before it are answered first, in the same order. So the answers, which may depend on the questions
+before, are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+LOOK_S = 0.05  # between two looks at whether the search is to end, while an answer is waited for
+
+
+@dataclass(frozen=True)
+class Question:
+    """A method of the worker and what it is called with."""
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class Beside:
+    """``worker``: whose methods are called. ``apart``: whether in another process, if there can be one. ``check``:
+    called while an answer is waited for; may end that by an exception."""
+
+    def __init__(self, worker: object, *, apart: bool, check: Callable[[], None] = lambda: None) -> None:
+        self.worker, self.check = worker, check
+        self._asked: list[Question] = []
+        self._answers: list[Any] = []
+        self._pipe: Connection | None = None
+        if apart and can_fork():
+            self._fork()
+
+    @property
+    def is_apart(self) -> bool:
+        return self._pipe is not None
+
+    def _fork(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(self.worker, theirs, self._pipe), daemon=True)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()
+
+    def ask(self, method: str, *arguments: Any) -> Question:
+        """What ``answer`` is for. Arguments are pickled."""
+        question = Question(len(self._asked), method, arguments)
+        self._asked.append(question)
+        if self._pipe is not None:
+            self._pipe.send((method, arguments))
+        return question
+
+    def answer(self, question: Question) -> Any:
+        """To this question; what the worker raised is raised. RuntimeError if the other process has ended."""
+        while len(self._answers) <= question.number:
+            if self._pipe is None:
+                asked = self._asked[len(self._answers)]
+                self._answers.append(_called(self.worker, asked.method, asked.arguments))
+            else:
+                self._answers.append(self._received(self._pipe))
+        found = self._answers[question.number]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def answered(self, question: Question) -> Any:
+        """The answer, if it has been received; otherwise None."""
+        return self._answers[question.number] if question.number < len(self._answers) else None
+
+    def _received(self, pipe: Connection) -> Any:
+        while not pipe.poll(LOOK_S):
+            self.check()
+        try:
+            return pipe.recv()
+        except EOFError:
+            self._process.join()
+            code = self._process.exitcode
+            raise RuntimeError(f"the process that works beside the search has ended, with exit code {code}") from None
+
+    def close(self) -> None:
+        """The other process is ended. What is asked from now on is answered here."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+            self._process.kill()
+            self._process.join()
+
+
+def can_fork() -> bool:
+    """Whether a second process can be made, and there is a second core for it. macOS' own libraries do not stand it."""
+    if sys.platform != "linux" or multiprocessing.current_process().daemon:
+        return False
+    return len(os.sched_getaffinity(0)) > 1
+
+
+def _called(worker: object, method: str, arguments: tuple[Any, ...]) -> Any:
+    """What the method returns, or raises."""
+    try:
+        return getattr(worker, method)(*arguments)
+    except Exception as e:
+        return e
+
+
+def _answer(worker: object, pipe: Connection, theirs: Connection) -> None:
+    """The other process: until nobody asks any more. Ctrl-C is for the search."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    theirs.close()
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(_called(worker, method, arguments))

@@ -254,11 +254,14 @@ class Astar:
 
     # -- the search ----------------------------------------------------------------------------------------------------
 
-    def run(self, states: int = STATES, gap: float = 0.0) -> Synthesis:
-        """The cheapest program; ends early after so many states, or when the best is proved within ``gap``."""
+    def run(self, states: int = STATES, gap: float = 0.0, below_s: float = inf) -> Synthesis:
+        """The cheapest program of those that take less than ``below_s``; ends early after so many states, or when the
+        best is proved within ``gap``."""
         begin = self.start()
         bound = first = self.estimate(begin)
         best, seconds = self._dive(begin)
+        if seconds >= below_s:
+            best, seconds = None, below_s
         queue: list[tuple[float, int, int, State, Vector]] = [(first, 0, 0, begin, ())]
         frontier, count = _Frontier(), 0
         while queue:
@@ -319,12 +322,12 @@ def _chain(state: State | None) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def synthesise(theory: Theory, *, states: int = STATES, gap: float = 0.0) -> Synthesis | None:
-    """The cheapest program of a theory; None if none fits the memory."""
+def synthesise(theory: Theory, *, states: int = STATES, gap: float = 0.0, below_s: float = inf) -> Synthesis | None:
+    """The cheapest program of a theory; None if none fits the memory, or none that does takes less than ``below_s``."""
     potentials = best_potentials(theory)
     if potentials is None:
         return None
-    found = Astar(theory, potentials).run(states, gap)
+    found = Astar(theory, potentials).run(states, gap, below_s)
     return found if found.picks else None
 
 
@@ -335,13 +338,14 @@ def choose(
     barriers: bool = False,
     nodes: int = STATES,
     gap: float = 1e-6,
+    below_s: float = inf,
 ) -> Choice | None:
     """What ``hap.search.milp.choose`` returns, found by A*: ``variables`` counts the states, ``rows`` the triples."""
     clock: Clock = "node" if barriers else "step"
     allowed = {a: tuple(options) for a, options in (forced or {}).items()}
     bill, priced = bill_prices(prices)
     theory = background_theory(bill, priced.coefficients(), clock, forced=allowed)
-    found = synthesise(theory, states=nodes, gap=gap)
+    found = synthesise(theory, states=nodes, gap=gap, below_s=below_s)
     if found is None:
         return None
     status = "optimal" if found.bound_s >= found.seconds * (1 - gap) else "state_limit"

@@ -75,13 +75,14 @@ class Rises:
 @dataclass
 class Branches:
     """``stakes`` (V,): what each variable takes of the row that it takes most of, as a part of that row's limit. No
-    further relaxation is solved after ``most``. ``best`` is the best point met, and no choice is below the lesser of
-    its objective and ``bound``."""
+    further relaxation is solved after ``most``, and no point that costs ``below`` or more is one. ``best`` is the best
+    point met, and no choice is below the lesser of its objective and ``bound``."""
 
     solver: KeptSolver
     decisions: Sequence[Decision]
     stakes: Array
     most: int
+    below: float = np.inf
     best: Solution | None = None
     bound: float = np.inf
     solved: int = 0
@@ -114,12 +115,22 @@ class Branches:
 
     def _is_done(self, part: Part) -> bool:
         """Whether nothing in it is better than the best, which it may be itself."""
-        if self.best is None or part.bound < self.best.objective - EXACT * abs(self.best.objective):
+        if part.bound < self._worth:
             if not self._whole(part.relaxed.values).all():
                 return False
             self.best = part.relaxed
         self.bound = min(self.bound, part.bound)
         return True
+
+    @property
+    def _limit(self) -> float:
+        """What the best point costs; until there is one, what none may cost."""
+        return self.below if self.best is None else self.best.objective
+
+    @property
+    def _worth(self) -> float:
+        """Only parts whose bound is below this are divided."""
+        return self.below if self.best is None else self.best.objective - EXACT * abs(self.best.objective)
 
     def _divided(self, part: Part) -> list[Part]:
         """Its halves that have a point."""
@@ -147,7 +158,7 @@ class Branches:
         mixed = (x * np.abs(self._takes - (x * self._takes).sum(axis=1, keepdims=True))).sum(axis=1)
         option, largest = x.argmax(axis=1), x.max(axis=1)
         stakes = mixed / np.maximum(2.0 * largest * (1.0 - largest), NEAR)
-        enough = np.inf if self.best is None else self.best.objective - part.bound
+        enough = self._limit - part.bound
         rises = np.minimum(self._rises.expected(np.array([1.0 - largest, largest]), stakes), enough)
         worth = np.maximum(rises, LEAST * abs(part.bound)).prod(axis=0)
         worth[self._whole(part.relaxed.values)] = -1.0
@@ -157,14 +168,14 @@ class Branches:
     def _most_rise(self, part: Part) -> float:
         """What the bound of a half without a point is taken to have risen by."""
         far = NO_POINT * abs(part.bound)
-        return far if self.best is None else max(far, self.best.objective - part.bound)
+        return far if self._limit == np.inf else max(far, self._limit - part.bound)
 
     def _without_dearer(self, part: Part) -> Array:
-        if self.best is None:
+        if self._limit == np.inf:
             return part.upper
         x, reduced = part.relaxed.values, part.relaxed.reduced_costs
         assert reduced is not None
-        worth = self.best.objective - part.bound + INTEGRAL * abs(self.best.objective)
+        worth = self._limit - part.bound + INTEGRAL * abs(self._limit)
         return np.where((part.upper == 1.0) & (x < INTEGRAL) & (reduced > worth), 0.0, part.upper)
 
     def _part(self, upper: Array, bound: float) -> Part | None:

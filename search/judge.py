@@ -232,7 +232,7 @@ def _family(chooser: Chooser, least_s: float, throughout: Sequence[bool] = (Fals
             if every_call and found is not None:  # little is left to choose, and that hardly depends on sizes
                 found = at_sizes(problem, found, sizes)
             else:
-                found = chooser.strategies(sizes, False, (), forced=forced)
+                found = chooser.strategies(sizes, False, (), forced=forced, limited=False)
             if found is None:
                 continue
             yield found

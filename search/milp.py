@@ -227,8 +227,10 @@ def choose(
     nodes: int = 2000,
     gap: float = 1e-6,
     warm: bool = False,
+    below_s: float = np.inf,
 ) -> Choice | None:
-    """The cheapest strategies at the sizes of ``prices``; None if none fits the memory.
+    """The cheapest strategies at the sizes of ``prices``; None if none fits the memory, or none that does comes to less
+    than ``below_s``.
 
     ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread,
     fixed seed, at most ``nodes`` branch-and-bound nodes. ``warm``: without memory rows the linear relaxation is asked
@@ -244,7 +246,7 @@ def choose(
         proto = _priced(skeleton, found, barriers, limited)
         proto.variables.upper_bounds[:] = upper.tolist()
         start = None if unlimited is None else skeleton.kept.solver.basis
-        solved = _solved(skeleton, proto, start, gap, nodes)
+        solved = _solved(skeleton, proto, start, gap, nodes, below_s * MS if limited else np.inf)
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
@@ -253,7 +255,12 @@ def choose(
 
 
 def _solved(
-    skeleton: Skeleton, proto: model_pb2.ModelProto, start: solution_pb2.BasisProto | None, gap: float, nodes: int
+    skeleton: Skeleton,
+    proto: model_pb2.ModelProto,
+    start: solution_pb2.BasisProto | None,
+    gap: float,
+    nodes: int,
+    below: float,
 ) -> Solution | None:
     """By the linear relaxation and branching on what it leaves open; where that comes to nothing, by HiGHS alone.
     ``start``: the basis of its optimum without device rows."""
@@ -262,10 +269,10 @@ def _solved(
     first = len(skeleton.row_names)
     begin = None if start is None else with_rows(start, first, len(proto.linear_constraints.ids) - first)
     program = WarmProgram(proto, [np.array(terms) for terms in skeleton.x], _stakes(proto, first))
-    found = program.solve(cost, start=begin, gap=gap, nodes=nodes)
+    found = program.solve(cost, start=begin, gap=gap, nodes=nodes, below=below)
     if found is None and not program.is_empty:
-        return solve_once(proto, HIGHS, branching(gap, nodes))
-    return found
+        found = solve_once(proto, HIGHS, branching(gap, nodes))
+    return found if found is None or found.objective < below else None
 
 
 def _stakes(proto: model_pb2.ModelProto, first: int) -> Array:

@@ -47,7 +47,8 @@ from hap.units import format_time
 __all__ = ["Effort", "Search", "plan_graph"]
 
 CLOSE = 0.005  # of the bound: no further start is made
-NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried
+NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried ...
+TOO_FULL = 1.1  # ... and from here on, moving single atoms hardly makes it fit
 
 
 @uncollected()
@@ -183,11 +184,11 @@ class Search:
         best = self._try(starts[1:], best, regather=regather)
         if best is None or not best.fits:
             best = self._try(starts[1:], best, regather=True)
-        elif not regather and _is_nearly_full(best):
+        elif not regather and _fullness(best) > NEARLY_FULL:
             best = self._rounds(best.sizes, best.left_out, best, regather=True)
         if best is not None and best.fits:
             best = deal_out_inputs(self.chooser, without_barriers(self.chooser, best))
-        if best is not None:
+        if best is not None and _fullness(best) < TOO_FULL:
             best = polish(self.problem, best, self.limits)
         if best is None or not best.fits:
             closest = None if best is None else best.evaluation
@@ -275,6 +276,7 @@ class Search:
         }
 
 
-def _is_nearly_full(found: Found) -> bool:
+def _fullness(found: Found) -> float:
+    """The part of the usable memory that is taken on the rank where most of it is."""
     pairs = zip(found.evaluation.memory_bytes, found.evaluation.usable_bytes, strict=True)
-    return any(used > NEARLY_FULL * usable for used, usable in pairs)
+    return max(used / usable for used, usable in pairs)

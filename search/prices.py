@@ -3,8 +3,8 @@
 ``Facts`` depends on the graph, the candidates and the cluster alone; ``hap.search.tables`` adds sizes.
 
 **Memory as linear terms.** The cost model follows every allocation; a linear program cannot, since lifetimes depend on
-the choice. It sees a few *moments* of the step instead: the last forward node (everything saved is alive), points
-spread over the backward phase, and the end (every gradient is alive). At a moment a value counts, in the placement it
+the choice. It sees a few *moments* of the step instead: the end of the forward part (everything saved is alive), the
+fullest of every piece of the backward part, and the end (every gradient is alive). At a moment a value counts, in the placement it
 was produced in, if it was produced before and is read later, by itself or through views (one that is made again in
 the backward phase: read later in the same phase); a converted copy counts
 between the first and the last reader of the value; a final gradient counts in its parameter's placement. This is an
@@ -14,7 +14,7 @@ what the ledger finds above it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,9 +24,10 @@ from hap.cluster import ClusterSpec
 from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.evaluate import Evaluator, UpdateTable
 from hap.cost_models.memory import local_bytes, optimizer_state_bytes
+from hap.cost_models.order import program_order, program_parts
 from hap.cost_models.work import is_view
 from hap.fabric import Array
-from hap.graph import Graph, Phase, Value
+from hap.graph import Graph, Node, Phase, Value
 from hap.placement import GroupSizes, Placement
 from hap.plan import Recomputed, Strategy
 from hap.search.classes import Candidates, find_colours
@@ -61,7 +62,8 @@ class Facts:
         return other._knowing(self)
 
     def _knowing(self, other: Facts) -> Facts:
-        for name in ("calls", "colours", "position", "moments", "reads", "homes"):
+        names = ("calls", "colours", "position", "reads", "homes")
+        for name in (*names, "moments") if self.recomputed == other.recomputed else names:
             self.__dict__[name] = getattr(other, name)
         return self
 
@@ -100,31 +102,51 @@ class Facts:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        return {n.name: t for t, n in enumerate(self.graph.nodes)}
+        """In the program's order; nodes that do not run come last."""
+        order = program_order(self.graph)
+        runs = {n.name: t for t, n in enumerate(order)}
+        return runs | {n.name: len(order) for n in self.graph.nodes if n.name not in runs}
 
     @cached_property
     def moments(self) -> Array:
-        """(MOMENTS,) positions in the program: end of forward, then evenly to the end."""
-        forward = [t for t, n in enumerate(self.graph.nodes) if n.phase == "forward" and not n.is_source]
-        boundary = forward[-1] if forward else 0
-        return np.linspace(boundary, len(self.graph.nodes) - 1, MOMENTS).round()
+        """(MOMENTS,) positions in the program: the end of the forward part, of each of so many equal pieces of the
+        backward part the call at which most bytes are there, and the end."""
+        sources, forward, _ = program_parts(self.graph)
+        boundary, end = max(self.position[n.name] for n in (*sources, *forward)), len(self.graph.nodes) - 1
+        change = np.zeros(end + 2)
+        for node in self.graph.nodes:
+            for _, nbytes, spans in self._lives(node.name):
+                for first, last in spans:
+                    change[first] += nbytes
+                    change[last + 1] -= nbytes
+        for gradient in self.homes:
+            change[self.position[gradient.node]] += self.graph.meta(gradient).nbytes
+        there = change.cumsum()
+        edges = np.linspace(boundary, end + 1, MOMENTS - 1).round().astype(int)
+        pieces = zip(edges[:-1], edges[1:], strict=True)
+        fullest = [first + int(there[first:last].argmax()) if last > first else first for first, last in pieces]
+        return np.array([boundary, *fullest, end], dtype=np.float64)
 
     @cached_property
     def reads(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:
         """Value -> phase -> positions of the first and the last node that reads it, by itself or through views."""
         found: dict[Value, dict[Phase, tuple[int, int]]] = {}
-        for node in reversed(self.graph.nodes):
+        for node in sorted(self.graph.nodes, key=lambda n: self.position[n.name], reverse=True):
             for index in range(len(node.outputs)):
                 value = Value(node.name, index)
                 spans: dict[Phase, list[int]] = {}
                 for user, place in self.graph.users.get(value, ()):
                     times = [self.position[user.name]]
-                    if is_view(user) and place == 0:
+                    if place == 0 and self._is_view(user):
                         for i in range(len(user.outputs)):
                             times += [last for _, last in found.get(Value(user.name, i), {}).values()]
                     spans.setdefault(user.phase, []).extend(times)
                 found[value] = {phase: (min(times), max(times)) for phase, times in spans.items()}
         return found
+
+    def _is_view(self, node: Node) -> bool:
+        """Whether what it makes lies where its first input does: not where that must be copied."""
+        return is_view(node) and node.name not in self.evaluator.strides.copying
 
     @cached_property
     def homes(self) -> Mapping[Value, str]:
@@ -158,15 +180,26 @@ class Facts:
                 born = self.position[gradient.node]
                 kept.append((0, self.graph.meta(gradient).nbytes, self.alive(born, len(self.graph.nodes))))
             return kept
-        if is_view(node):
-            return []
-        kept = []
+        return [
+            (index, nbytes, np.max([self.alive(*span) for span in spans], axis=0))
+            for index, nbytes, spans in self._lives(name)
+        ]
+
+    def _lives(self, name: str) -> Iterator[tuple[int, int, Sequence[tuple[int, int]]]]:
+        """(output, bytes, first and last position) of what a call makes: there from the call to its last reader, or in
+        each pass for its own readers if it is made twice (what only repeated calls read then is gone at once)."""
+        node, born = self.graph.by_name[name], self.position[name]
+        if node.is_source or self._is_view(node):
+            return
         for index, meta in enumerate(node.outputs):
             value = Value(name, index)
             spans = self.reads[value] if name in self.repeated else self._spans(value)
-            if meta is not None and spans and value not in self.homes:
-                kept.append((index, meta.nbytes, self._kept(name, spans)))
-        return kept
+            if meta is None or not spans or value in self.homes:
+                continue
+            if name in self.repeated and "backward" in spans:
+                yield index, meta.nbytes, ((born, spans.get("forward", (born, born))[1]), spans["backward"])
+            else:
+                yield index, meta.nbytes, ((born, max(last for _, last in spans.values())),)
 
     def _spans(self, value: Value) -> Mapping[Phase, tuple[int, int]]:
         """``reads`` with those by calls that are made again."""
@@ -190,14 +223,6 @@ class Facts:
                 if times:
                     found[node.name] = min(times)
         return found
-
-    def _kept(self, name: str, spans: Mapping[Phase, tuple[int, int]]) -> Array:
-        """The moments at which what a call makes is there: from the call to its last reader, or in each pass for its
-        own readers if it is made twice (what only repeated calls read then is gone at once)."""
-        born = self.position[name]
-        if name not in self.repeated or "backward" not in spans:
-            return self.alive(born, max(last for _, last in spans.values()))
-        return np.maximum(self.alive(born, spans.get("forward", (born, born))[1]), self.alive(*spans["backward"]))
 
     def copy_alive(self, value: Value, copy: str) -> Array:
         """The moments at which a converted copy lives; ``copy`` is a phase, or "" for one copy shared by both."""

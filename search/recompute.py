@@ -51,19 +51,28 @@ def after_steps(blocks: tuple[Block, ...], count: int) -> tuple[Recomputed, ...]
 
 
 def run_or_repeat(search: Search) -> tuple[Search, Found]:
-    """The search that found a plan, and its best: ``search``, or where nothing fits one that repeats all it may.
-    InfeasibleError if that does not help either."""
+    """The search that found a plan, and its best: ``search``, or where nothing fits that is not dear one that repeats
+    all it may, or one to which nothing is too dear. InfeasibleError if that does not help either."""
     try:
         return search, search.run()
     except InfeasibleError:
-        again = _repeating(search, search.limits) if _state_fits(search.problem) else None
+        if not _state_fits(search.problem):
+            raise
+    again = _repeating(search, search.limits)
+    if again is not None:
+        again.met = search.met  # where an interrupted search looks for the best so far
+        search.progress.say("nothing fits; trying with activations computed again in the backward pass")
+        try:
+            return again, again.run()
+        except InfeasibleError:
+            search.progress.say("nothing fits that is not dear; trying whatever it costs")
+    last = replace(search if again is None else again, rounds=0, starts=0)
+    last.met, last.chooser.dear = search.met, np.inf
+    try:
+        return last, last.run()
+    except InfeasibleError as e:
         if again is None:
             raise
-    again.met = search.met  # where an interrupted search looks for the best so far
-    search.progress.say("nothing fits; trying with activations computed again in the backward pass")
-    try:
-        return again, again.run()
-    except InfeasibleError as e:
         raise InfeasibleError(f"{e}; activations are computed again in the backward pass already") from None
 
 

@@ -20,6 +20,7 @@ from hap.search.tables import Prices
 BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
 KEPT = 3  # prices
+DEAR = 1.6  # times the step with memory without end: what making calls again, or other shares, would come to is less
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 
 
@@ -40,6 +41,8 @@ class Chooser:
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)
+        self.dear = DEAR  # times ``least_s``: choices that fit and cost more are none
+        self.least_s = np.inf  # of all choices so far with memory without end, with nothing forced
 
     def strategies(
         self,
@@ -51,31 +54,39 @@ class Chooser:
         best: Found | None = None,
         barriers: bool = True,
         plain: bool = False,
+        limited: bool = True,
     ) -> Found | None:
-        """The MILP's choice at these sizes. None if nothing fits. No further attempt is made where the objective is
-        already far behind ``best``. ``plain``: with collectives at the price of their plainest form."""
+        """The MILP's choice at these sizes: the cheapest that fits, or where it is dear or far behind ``best``, if that
+        fits, the cheapest with memory without end, and so if not ``limited``. None if there is none. ``plain``: with
+        collectives at the price of their plainest form."""
         devices = self.problem.cluster.devices
         usable = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
-        found: list[Found] = []
+        free = self._choose(sizes, regather, np.full(len(devices), np.inf), forced or {}, barriers, plain, np.inf)
+        if free is None:
+            return None
+        found = [self._judged(free, sizes, regather, left_out)]
+        if not forced:
+            self.least_s = min(self.least_s, free.objective_s)
+        below_s = self.dear * max(self.least_s, free.objective_s if forced else 0.0)
+        if best is not None and best.fits:
+            below_s = min(below_s, BEHIND * best.cost[1])
         capacity = usable - self.margin
         for _ in range(TIGHTENINGS + 1):
-            choice = self._choose(sizes, regather, capacity, forced or {}, barriers, plain)
+            if found[-1].fits or not limited:
+                break
+            choice = self._choose(sizes, regather, capacity, forced or {}, barriers, plain, below_s)
             if choice is None:
                 break
-            if not found or choice.picks != found[-1].choice.picks:
+            if choice.picks != found[-1].choice.picks:
                 found.append(self._judged(choice, sizes, regather, left_out))
-            evaluation = found[-1].evaluation
-            hopeless = best is not None and best.fits and choice.objective_s > BEHIND * best.cost[1]
             if found[-1].fits:
                 self.margin = usable - capacity
-            if found[-1].fits or hopeless:
-                break
-            capacity = capacity - np.maximum(0.0, np.array(evaluation.memory_bytes) - usable)
+            capacity = capacity - np.maximum(0.0, np.array(found[-1].evaluation.memory_bytes) - usable)
         return best_of(found)
 
     def unlimited(self, sizes: GroupSizes, *, forced: Mapping[int, tuple[int, ...]]) -> Mapping[str, Strategy] | None:
         """The same for parameters gathered once, as if memory had no end."""
-        choice = self._choose(sizes, False, np.full(self.problem.world_size, np.inf), forced, True, False)
+        choice = self._choose(sizes, False, np.full(self.problem.world_size, np.inf), forced, True, False, np.inf)
         return None if choice is None else self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
 
     def _judged(self, choice: Choice, sizes: GroupSizes, regather: bool, left_out: tuple[int, ...]) -> Found:
@@ -91,8 +102,9 @@ class Chooser:
         forced: Mapping[int, tuple[int, ...]],
         barriers: bool,
         plain: bool,
+        below_s: float,
     ) -> Choice | None:
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers, plain)
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers, plain, below_s)
         if key not in self.solved:
             self.check()
             self.milps += 1
@@ -105,6 +117,7 @@ class Chooser:
                 nodes=self.limits.nodes,
                 gap=MIP_GAP,
                 warm=True,
+                below_s=below_s,
             )
         return self.solved[key]
 

@@ -29,11 +29,14 @@ class Synthesiser(Chooser):
         forced: Mapping[int, tuple[int, ...]],
         barriers: bool,
         plain: bool,
+        below_s: float,
     ) -> Choice | None:
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers, plain)
+        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers, plain, below_s)
         if key not in self.solved:
             self.check()
             self.milps += 1
             prices = self._prices(sizes, regather, capacity, plain)
-            self.solved[key] = astar.choose(prices, forced=forced, barriers=barriers, nodes=STATES, gap=MIP_GAP)
+            self.solved[key] = astar.choose(
+                prices, forced=forced, barriers=barriers, nodes=STATES, gap=MIP_GAP, below_s=below_s
+            )
         return self.solved[key]

@@ -52,7 +52,7 @@ class WarmProgram:
         self.solver = KeptSolver(relaxed)
         self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
         self.is_empty = False  # whether what was asked last is proved to have no point
-        self._asked: tuple[bytes, bytes, float, int] | None = None  # last
+        self._asked: tuple[bytes, bytes, float, int, float] | None = None  # last
         self._found: Solution | None = None
 
     def solve(
@@ -63,18 +63,20 @@ class WarmProgram:
         start: solution_pb2.BasisProto | None = None,
         gap: float = 1e-6,
         nodes: int = 1000,
+        below: float = np.inf,
     ) -> Solution | None:
         """The optimum for an objective (V,) and upper bounds (V,), those of the program if there are no others. None
         where there is none, or none that is found in this way. ``start``: a basis to begin from; ``gap``: relative;
-        ``nodes``: of branch and bound, at most. Asked for the same again, nothing is solved."""
+        ``nodes``: of branch and bound, at most; ``below``: points that cost as much or more are none. Asked for the
+        same again, nothing is solved."""
         upper = self.upper if upper is None else upper
-        asked = cost.tobytes(), upper.tobytes(), gap, nodes
+        asked = cost.tobytes(), upper.tobytes(), gap, nodes, below
         if asked != self._asked:
-            self._asked, self._found = asked, self._solve(cost, upper, start, gap, nodes)
+            self._asked, self._found = asked, self._solve(cost, upper, start, gap, nodes, below)
         return self._found
 
     def _solve(
-        self, cost: Array, upper: Array, start: solution_pb2.BasisProto | None, gap: float, nodes: int
+        self, cost: Array, upper: Array, start: solution_pb2.BasisProto | None, gap: float, nodes: int, below: float
     ) -> Solution | None:
         self.solver.limit(upper)
         self.solver.minimise(cost)
@@ -82,12 +84,15 @@ class WarmProgram:
         self.is_empty = self.solver.ended == "infeasible"
         if relaxed is None or not relaxed.is_optimal:
             return None
+        if relaxed.objective >= below:
+            self.is_empty = True
+            return None
         between = np.minimum(np.abs(relaxed.values), np.abs(relaxed.values - 1)) > INTEGRAL
         if not (between & self.integers).any():
             return relaxed
         kept = self.integers & ~between
         whole, branch = relaxed.values.round(), partial(self._branched, cost, branching(gap, nodes))
-        found, bound = self._by_decisions(upper, relaxed)
+        found, bound = self._by_decisions(upper, relaxed, below)
         if found is None and not self.is_empty:
             found = branch(np.where(kept, whole, self.lower), np.where(kept, whole, upper))
         if found is None:
@@ -103,15 +108,15 @@ class WarmProgram:
         best = min(rest, found, key=lambda point: point.objective)
         return best._replace(bound=min(max(rest.bound, bound), best.objective), status=rest.status)
 
-    def _by_decisions(self, upper: Array, relaxed: Solution) -> tuple[Solution | None, float]:
+    def _by_decisions(self, upper: Array, relaxed: Solution, below: float) -> tuple[Solution | None, float]:
         """The best point that ``Branches`` finds, and what no point is below; None where there are no decisions, and
         where there is no point, which ``is_empty`` then says."""
         if not self.decisions:
             return None, relaxed.objective
         assert self.stakes is not None
-        tree = Branches(self.solver, self.decisions, self.stakes, max(FEWEST, WORK // len(upper) ** 2))
+        tree = Branches(self.solver, self.decisions, self.stakes, max(FEWEST, WORK // len(upper) ** 2), below)
         tree.search(Part(upper, relaxed))
-        self.is_empty = tree.best is None and tree.bound == np.inf
+        self.is_empty = tree.best is None and tree.bound >= below
         return tree.best, tree.bound
 
     def _branched(

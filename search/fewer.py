@@ -5,7 +5,8 @@ problem of its own with a proved bound of its own. Two clocks tell how long its 
 overlapped, which bounds are for, and the step as the plan's program is run (``judge``), by which plans are chosen. A
 first glance gives a plan of either, but which step as run a whole search leads to, only it can tell. As run, a step is
 never shorter than the devices' compute, perfectly dealt out, rarely shorter than ``LIKELY`` times that at first glance,
-and where that was not played, rarely than ``OVERLAP`` of the one with nothing overlapped.
+where memory does not make it longer, and where that was not played, rarely than ``OVERLAP`` of the one with nothing
+overlapped.
 
     glance at the whole cluster, then at smaller ones whose bound is below the shortest step seen, nothing overlapped
         (of a large graph in the order of the bounds)
@@ -185,10 +186,17 @@ class Tried:
             return self.planned[number].as_run_s
         return self.seen.get(number, self.glanced.get(number, np.inf))
 
+    def looks_s(self, number: int) -> float:
+        """The step of a cluster where something fits, as it looks at first glance: as run, if that is known, and as a
+        part of that what the shortest one met is of the one that fits. Making calls again, or other shares, may lead
+        from a plan that memory made longer to one that is nearly as short."""
+        shortest_s = min(f.cost[1] for f in self.searches[number].met)
+        return self.known_s(number) * min(1.0, shortest_s / self.glanced[number])
+
     def least_s(self, number: int) -> float:
         """What that cluster's plan is expected to take at best, as it is run."""
         if number in self.seen:
-            likely_s = LIKELY * self.seen[number]
+            likely_s = LIKELY * self.looks_s(number)
         elif (self.glanced or self.planned) and not self.is_played:
             likely_s = self.searches[number].bound_s  # with nothing overlapped no step is shorter
         else:
@@ -215,7 +223,7 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None
     unfit.sort(key=lambda n: (tried.searches[n].bound_s, n))
-    promising.sort(key=lambda n: (tried.known_s(n), n))
+    promising.sort(key=lambda n: (tried.looks_s(n), n))
     for number in [*unfit, *promising]:  # a glance tells least of the unfit, and what they come to may rule out others
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
         if tried.least_s(number) >= min(others, default=np.inf):

@@ -68,7 +68,8 @@ class Priced(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """A solved program: the option of every class, objective and proved bound in seconds, and what the solver did."""
+    """A solved program: the option of every class, objective and proved bound in seconds, and what the solver did.
+    ``fullness``: the part of the memory it was asked for that it takes, where it takes most."""
 
     picks: tuple[int, ...]
     objective_s: float
@@ -76,6 +77,7 @@ class Choice:
     variables: int
     rows: int
     status: str
+    fullness: float = 1.0
 
     @property
     def gap(self) -> float:
@@ -250,7 +252,9 @@ def choose(
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
-            return _choice(skeleton, solved, len(proto.linear_constraints.ids))
+            held = found.held_bytes @ solved.values[:-1]
+            fullness = float((held / found.capacity_bytes).max()) if limited else 1.0
+            return _choice(skeleton, solved, len(proto.linear_constraints.ids), fullness)
     raise AssertionError("what is limited is taken as it is")
 
 
@@ -288,7 +292,7 @@ def _stakes(proto: model_pb2.ModelProto, first: int) -> Array:
     return found
 
 
-def _choice(skeleton: Skeleton, solved: Solution, rows: int) -> Choice:
+def _choice(skeleton: Skeleton, solved: Solution, rows: int, fullness: float = 1.0) -> Choice:
     return Choice(
         picks=tuple(_largest(solved.values[terms].tolist()) for terms in skeleton.x),
         objective_s=solved.objective / MS,
@@ -296,6 +300,7 @@ def _choice(skeleton: Skeleton, solved: Solution, rows: int) -> Choice:
         variables=len(skeleton.names) + 1,
         rows=rows,
         status=solved.status,
+        fullness=fullness,
     )
 
 

@@ -233,6 +233,10 @@ class Search:
         for _ in range(self.limits.rounds):
             self.rounds += 1
             self.progress.say(partial(self._so_far, best))
+            free = self.chooser.strategies(sizes, regather, left_out, limited=False)
+            if free is not None and not free.fits:
+                self.met += [free, reshare(self.problem, free)]
+                best = best_of((best, self.met[-1]))
             chosen = self.chooser.strategies(sizes, regather, left_out, best=best)
             if chosen is None:
                 break

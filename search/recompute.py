@@ -63,17 +63,38 @@ def run_or_repeat(search: Search) -> tuple[Search, Found]:
         again.met = search.met  # where an interrupted search looks for the best so far
         search.progress.say("nothing fits; trying with activations computed again in the backward pass")
         try:
-            return again, again.run()
+            found = again.run()
+            return _cheaper(search, found) or (again, found)
         except InfeasibleError:
             search.progress.say("nothing fits that is not dear; trying whatever it costs")
-    last = replace(search if again is None else again, rounds=0, starts=0)
-    last.met, last.chooser.dear = search.met, np.inf
+    last = _anew(search if again is None else again, np.inf)
     try:
         return last, last.run()
     except InfeasibleError as e:
         if again is None:
             raise
         raise InfeasibleError(f"{e}; activations are computed again in the backward pass already") from None
+
+
+def _anew(search: Search, dear: float) -> Search:
+    """The same search, to which nothing is dear that costs less than so many times the step without memory's limits."""
+    other = replace(search, rounds=0, starts=0)
+    other.met, other.chooser.dear = search.met, dear
+    return other
+
+
+def _cheaper(search: Search, found: Found) -> tuple[Search, Found] | None:
+    """What repeats nothing and takes less than ``found``, where that was too dear to be looked for before."""
+    dear = found.cost[1] / search.chooser.least_s
+    if dear <= search.chooser.dear:
+        return None
+    search.progress.say("trying without computing anything again")
+    other = _anew(search, dear)
+    try:
+        cheaper = other.run()
+    except InfeasibleError:
+        return None
+    return (other, cheaper) if cheaper.cost < found.cost else None
 
 
 def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:

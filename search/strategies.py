@@ -20,7 +20,9 @@ from hap.search.tables import Prices
 BEHIND = 1.05  # a start whose first round is this much slower than the best so far is given up
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
 KEPT = 3  # prices
-DEAR = 1.6  # times the step with memory without end: what making calls again, or other shares, would come to is less
+DEAR = 1.6  # times the step with memory without end: making calls again, or other shares, would come to less ...
+FEW_NODES = 1_000  # ... and of a larger graph a program that memory makes dear takes long
+TIE = 0.01  # of the objective: what fits and is as near to what does not is near enough
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 
 
@@ -41,7 +43,8 @@ class Chooser:
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)
-        self.dear = DEAR  # times ``least_s``: choices that fit and cost more are none
+        is_small = len(self.problem.choices.graph.nodes) <= FEW_NODES
+        self.dear = np.inf if is_small else DEAR  # times ``least_s``: choices that fit and cost more are none
         self.least_s = np.inf  # of all choices so far with memory without end, with nothing forced
 
     def strategies(
@@ -65,23 +68,32 @@ class Chooser:
         if free is None:
             return None
         found = [self._judged(free, sizes, regather, left_out)]
+        if found[0].fits or not limited:
+            return found[0]
         if not forced:
             self.least_s = min(self.least_s, free.objective_s)
         below_s = self.dear * max(self.least_s, free.objective_s if forced else 0.0)
         if best is not None and best.fits:
-            below_s = min(below_s, BEHIND * best.cost[1])
-        capacity = usable - self.margin
+            below_s = BEHIND * best.cost[1]
+        known = {free.picks: found[0]}
+        capacity, too_much, little = usable - self.margin, None, None
         for _ in range(TIGHTENINGS + 1):
-            if found[-1].fits or not limited:
-                break
             choice = self._choose(sizes, regather, capacity, forced or {}, barriers, plain, below_s)
-            if choice is None:
-                break
-            if choice.picks != found[-1].choice.picks:
+            again = choice is not None and choice.picks in known
+            if choice is not None and not again:
                 found.append(self._judged(choice, sizes, regather, left_out))
-            if found[-1].fits:
-                self.margin = usable - capacity
-            capacity = capacity - np.maximum(0.0, np.array(found[-1].evaluation.memory_bytes) - usable)
+                known[choice.picks] = found[-1]
+            judged = None if choice is None else known[choice.picks]
+            if choice is not None and judged is not None and not judged.fits:
+                too_much, above_s = capacity * (choice.fullness if again else 1.0), choice.objective_s
+                over = np.maximum(0.0, np.array(judged.evaluation.memory_bytes) - usable)
+            else:
+                little = capacity
+            if judged is not None and judged.fits:
+                self.margin, below_s = usable - capacity, judged.choice.objective_s
+            if too_much is None or (little is not None and below_s <= above_s * (1 + TIE)):
+                break
+            capacity = too_much - over if little is None else (too_much + little) / 2
         return best_of(found)
 
     def unlimited(self, sizes: GroupSizes, *, forced: Mapping[int, tuple[int, ...]]) -> Mapping[str, Strategy] | None:

@@ -62,14 +62,16 @@ class Beside:
     def solved(self, own: Callable[..., Solution | None]) -> Callable[..., Solution | None]:
         """In the place of ``milp._solved``."""
 
-        def both(skeleton: Any, proto: Any, start: Any, gap: float, nodes: int) -> Solution | None:
+        def both(skeleton: Any, proto: Any, start: Any, gap: float, nodes: int, below: float) -> Solution | None:
             began = time.process_time()
-            found = own(skeleton, proto, start, gap, nodes)
+            found = own(skeleton, proto, start, gap, nodes, below)
             ended = time.process_time()
             if len(proto.linear_constraints.ids) > len(skeleton.row_names):
                 alone = solve_once(proto, HIGHS, branching(gap, nodes))
                 self.alone_s.append(time.process_time() - ended)
                 self.here_s.append(ended - began)
+                if alone is not None and alone.objective >= below:
+                    alone = None
                 assert (found is None) == (alone is None), "one finds a point where the other finds none"
                 if found is not None and alone is not None:
                     self.apart.append(found.objective / alone.objective - 1)

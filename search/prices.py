@@ -4,12 +4,12 @@
 
 **Memory as linear terms.** The cost model follows every allocation; a linear program cannot, since lifetimes depend on
 the choice. It sees a few *moments* of the step instead: the end of the forward part (everything saved is alive), the
-fullest of every piece of the backward part, and the end (every gradient is alive). At a moment a value counts, in the placement it
-was produced in, if it was produced before and is read later, by itself or through views (one that is made again in
-the backward phase: read later in the same phase); a converted copy counts
-between the first and the last reader of the value; a final gradient counts in its parameter's placement. This is an
-estimate of the ledger of ``hap.cost_models.memory``, which stays the judge: the planner tightens ``capacity_bytes`` by
-what the ledger finds above it.
+fullest of every piece of the backward part, and the end (every gradient is alive). At a moment a value counts, in the
+placement it was produced in, if it was produced before and is read later, by itself or through views (one that is made
+again in the backward phase: read later in the same phase); a converted copy counts between the first and the last
+reader of the value; a final gradient counts in its parameter's placement. Of what is not converted this is what the
+ledger of ``hap.cost_models.memory`` finds; with what is, an estimate. The ledger stays the judge: the planner tightens
+``capacity_bytes`` by what it finds above it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -123,7 +124,7 @@ class Facts:
             change[self.position[gradient.node]] += self.graph.meta(gradient).nbytes
         there = change.cumsum()
         edges = np.linspace(boundary, end + 1, MOMENTS - 1).round().astype(int)
-        pieces = zip(edges[:-1], edges[1:], strict=True)
+        pieces = pairwise(edges.tolist())
         fullest = [first + int(there[first:last].argmax()) if last > first else first for first, last in pieces]
         return np.array([boundary, *fullest, end], dtype=np.float64)
 

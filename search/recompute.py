@@ -185,7 +185,12 @@ def _may_gain(search: Search, best: Found) -> bool:
     """Whether memory may be what keeps ``best`` from being clearly faster, and it is not too dear to ask."""
     small = len(search.problem.choices.graph.nodes) <= MOST_NODES
     near = best.cost[1] * (1 - WORTH) <= search.bound_s
-    return small and not near and (_is_full(best) or _is_crowded(search.problem))
+    return small and not near and (_is_full(best) or _is_pressed(search, best) or _is_crowded(search.problem))
+
+
+def _is_pressed(search: Search, best: Found) -> bool:
+    """Whether something was met that is shorter and does not fit."""
+    return any(f.cost[1] < best.cost[1] * (1 - TIE) for f in search.met if not f.fits)
 
 
 def _is_full(found: Found) -> bool:

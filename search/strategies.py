@@ -116,7 +116,15 @@ class Chooser:
         plain: bool,
         below_s: float,
     ) -> Choice | None:
-        key = (tuple(sizes.items()), regather, tuple(capacity.tolist()), tuple(forced.items()), barriers, plain, below_s)
+        key = (
+            tuple(sizes.items()),
+            regather,
+            tuple(capacity.tolist()),
+            tuple(forced.items()),
+            barriers,
+            plain,
+            below_s,
+        )
         if key not in self.solved:
             self.check()
             self.milps += 1

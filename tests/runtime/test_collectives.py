@@ -176,6 +176,7 @@ def nobody_holds_anything_but_rank_one(rank: int) -> list[list[int]]:
     piece = layout.take(torch.arange(3), rank)
     return [comm.all_gather(piece, **layout._asdict(), decomposition=d).tolist() for d in DECOMPOSITIONS["all_gather"]]
 
+
 def test_one_element_of_a_column_travels_as_bytes() -> None:
     column = torch.arange(18.0, dtype=torch.float64).as_strided((1,), (9,), 9)
     assert as_bytes(column).view(torch.float64).tolist() == [9.0]

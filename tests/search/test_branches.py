@@ -84,6 +84,30 @@ def test_the_optimum_of_exhaustive_search() -> None:
     assert mixed >= 40 and empty >= 1, (mixed, empty)
 
 
+def test_points_that_cost_as_much_as_is_said_are_none() -> None:
+    """That none costs less is proved, mostly by fewer relaxations than the optimum takes."""
+    asked, fewer = 0, 0
+    for seed in range(40):
+        shop = Shop(seed)
+        least, program = shop.least(), WarmProgram(shop.program(), shop.decisions, shop.stakes)
+        if least == np.inf:
+            continue
+        found = program.solve(shop.cost, below=least * 1.05)
+        assert found is not None and found.objective == pytest.approx(least, rel=1e-9) and not program.is_empty
+        assert program.solve(shop.cost, below=least * 0.999) is None and program.is_empty
+        solved = []
+        for below in (np.inf, least * 0.8):
+            solver, root = shop.rooted()
+            assert root is not None
+            tree = Branches(solver, shop.decisions, shop.stakes, 1000, below)
+            tree.search(root)
+            solved.append(tree.solved)
+        assert tree.best is None and least * 0.8 <= tree.bound
+        asked += 1
+        fewer += solved[1] < solved[0]
+    assert asked >= 30 and fewer >= asked / 2
+
+
 @pytest.mark.parametrize("most", [0, 2, 6, 12])
 def test_stopped_early_the_bound_is_below_the_optimum(most: int) -> None:
     """And the best, if there is one, is a point; with no relaxation solved the bound is the root's."""

@@ -1,0 +1,112 @@
+"""The process that works beside the search: answers in order, what goes wrong there, and the same plan without it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from hap.errors import PlanError
+from hap.search import beside, fewer, plan_graph
+from hap.search.beside import Beside
+from hap.search.fewer import Tried
+from tests.search.models import gpt2
+from tests.search.test_masses import hosts
+
+
+class Worker:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def add(self, number: int) -> tuple[int, list[int]]:
+        self.asked.append(number)
+        return os.getpid(), list(self.asked)
+
+    def refuse(self) -> None:
+        raise PlanError("not today")
+
+    def end(self) -> None:
+        os._exit(3)
+
+    def wait(self) -> None:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_answers_come_in_the_order_of_the_questions(apart: bool) -> None:
+    """Whichever is asked for first; nothing that happens in the other process is seen here."""
+    worker = Worker()
+    other = Beside(worker, apart=apart)
+    questions = [other.ask("add", number) for number in (3, 1, 2)]
+    assert other.answered(questions[0]) is None
+    pid, last = other.answer(questions[2])
+    assert last == [3, 1, 2] and (pid == os.getpid()) is not apart
+    assert other.answer(questions[0]) == (pid, [3]) == other.answered(questions[0])
+    other.close()
+    assert worker.asked == ([] if apart else [3, 1, 2])
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_what_is_raised_there_is_raised_here_and_it_goes_on(apart: bool) -> None:
+    other = Beside(Worker(), apart=apart)
+    refused, added = other.ask("refuse"), other.ask("add", 1)
+    with pytest.raises(PlanError, match=r"^not today$"):
+        other.answer(refused)
+    assert other.answer(added)[1] == [1]
+    other.close()
+
+
+def test_a_process_that_ended_is_told() -> None:
+    other = Beside(Worker(), apart=True)
+    with pytest.raises(RuntimeError, match=r"^the process that works beside the search has ended, with exit code 3$"):
+        other.answer(other.ask("end"))
+    other.close()
+
+
+def test_ctrl_c_is_for_the_search_and_a_check_may_end_the_waiting() -> None:
+    looked = 0
+
+    def check() -> None:
+        nonlocal looked
+        looked += 1
+        if looked == 3:
+            raise PlanError("out of time")
+
+    other = Beside(Worker(), apart=True, check=check)
+    pid, _ = other.answer(other.ask("add", 1))
+    os.kill(pid, signal.SIGINT)
+    assert other.answer(other.ask("add", 2))[1] == [1, 2]
+    with pytest.raises(PlanError, match=r"^out of time$"):
+        other.answer(other.ask("wait"))
+    other.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_without_a_second_core_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    other = Beside(Worker(), apart=True)
+    assert not other.is_apart and other.answer(other.ask("add", 1))[0] == os.getpid()
+
+
+def test_the_plan_is_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges make up a good part of the step, so the bound is raised."""
+    found, devices = gpt2(layers=1), hosts(*[(1, 1)] * 6, *[(0.5, 1)] * 2, network="2GB/s")
+    monkeypatch.setattr(fewer, "FEWEST_NODES", 0)
+    apart: list[bool] = []
+    nest = Tried.nest
+
+    def watched(self: Tried) -> None:
+        nest(self)
+        assert self.beside is not None
+        apart.append(self.beside.is_apart)
+
+    monkeypatch.setattr(Tried, "nest", watched)
+    plans = [plan_graph(found, devices, leave_out=True)]
+    monkeypatch.setattr(beside, "can_fork", lambda: False)
+    plans.append(plan_graph(found, devices, leave_out=True))
+    assert apart == [True, False] and plans[0].to_json() == plans[1].to_json()

@@ -75,13 +75,13 @@ def planning(body: Body) -> str:
     rows = [
         [
             name,
-            f"{c['cpu_s']:.1f}",
+            f"{c['wall_s']:.1f}",
             *("" if c[k] is None else f"{c[k] * 1e3:.0f} ms" for k in _STEPS),
             _percent(c["gap"]),
         ]
         for name, c in found.items()
     ]
-    return f"{markdown_table(['case', 'CPU seconds', *_STEPS.values(), 'gap'], rows)}\n\n{_source('planning', body)}"
+    return f"{markdown_table(['case', 'seconds', *_STEPS.values(), 'gap'], rows)}\n\n{_source('planning', body)}"
 
 
 def _percent(gap: float | None) -> str:

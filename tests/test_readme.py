@@ -49,7 +49,7 @@ def test_the_others(tmp_path: Path) -> None:
     counts = {"models_total": 30, "models_planned": 29, "models_equal": 28, "models_wrong": 0, "rules_missing": 1}
     text = written(tmp_path, "zoo", **counts, worst_relative_error=3e-12)
     assert "Of 30 models 29 are planned" in text and "28 are equal" in text and "3.0e-12" in text
-    case = {"cpu_s": 1.26, "gap": 0.031, "step_s": 0.1, "overlapped_s": None, "bound_s": 0.0969, "failure": ""}
+    case = {"wall_s": 1.26, "gap": 0.031, "step_s": 0.1, "overlapped_s": None, "bound_s": 0.0969, "failure": ""}
     text = written(tmp_path, "planning", {"a@b": case, "c@d": case | {"failure": "too large"}})
     assert re.search(r"\| a@b +\| +1\.3 \| +\| +100 ms \| +97 ms \| +3\.1% \|", text) and "c@d" not in text
     text = written(tmp_path, "accuracy", step_time_median_error=0.0903, kendall_tau_worst_cluster=0.78)

@@ -78,6 +78,12 @@ class Tried:
 
     def __post_init__(self) -> None:
         self.least_bound = LeastBound(self.searches)
+        self._prove_here()
+
+    def _prove_here(self) -> None:
+        """Bounds are asked of ``least_bound``, which proves each of them once."""
+        for number, search in enumerate(self.searches):
+            search.asked = partial(self.least_bound.bound_s, number)
 
     @property
     def glanced(self) -> dict[int, float]:
@@ -88,11 +94,11 @@ class Tried:
         """Nothing works beside the searches any more. What is asked of their bounds from now on is proved here."""
         if self.beside is None:
             return
-        for number, search in enumerate(self.searches):
-            known = self.beside.answered(self._asked[number])
+        for number, question in self._asked.items():
+            known = self.beside.answered(question)
             if known is not None:
                 self.least_bound.learn(number, known)
-            search.asked = partial(self.least_bound.bound_s, number)
+        self._prove_here()
         self.beside.close()
 
     def nest(self) -> None:

@@ -228,16 +228,17 @@ class Search:
     def _rounds(
         self, sizes: GroupSizes, left_out: tuple[int, ...], best: Found | None, *, regather: bool
     ) -> Found | None:
-        """MILP and LP in turn, until neither helps. Returns the best of ``best`` and what was met on the way."""
+        """MILP and LP in turn, until neither helps. What does not fit is dealt out anew, too, before the MILP is asked
+        for what does. Returns the best of ``best`` and what was met on the way."""
         reached: tuple[float, float] | None = None
         for _ in range(self.limits.rounds):
             self.rounds += 1
             self.progress.say(partial(self._so_far, best))
-            free = self.chooser.strategies(sizes, regather, left_out, limited=False)
-            if free is not None and not free.fits:
-                self.met += [free, reshare(self.problem, free)]
+            chosen = self.chooser.strategies(sizes, regather, left_out, limited=False)
+            if chosen is not None and not chosen.fits:
+                self.met += [chosen, reshare(self.problem, chosen)]
                 best = best_of((best, self.met[-1]))
-            chosen = self.chooser.strategies(sizes, regather, left_out, best=best)
+                chosen = self.chooser.strategies(sizes, regather, left_out, best=best)
             if chosen is None:
                 break
             self.met.append(chosen)

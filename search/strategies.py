@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -62,39 +63,55 @@ class Chooser:
         """The MILP's choice at these sizes: the cheapest that fits, or where it is dear or far behind ``best``, if that
         fits, the cheapest with memory without end, and so if not ``limited``. None if there is none. ``plain``: with
         collectives at the price of their plainest form."""
-        devices = self.problem.cluster.devices
-        usable = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
-        free = self._choose(sizes, regather, np.full(len(devices), np.inf), forced or {}, barriers, plain, np.inf)
+
+        def ask(capacity: Array, below_s: float) -> Choice | None:
+            return self._choose(sizes, regather, capacity, forced or {}, barriers, plain, below_s)
+
+        free = ask(np.full(self.problem.world_size, np.inf), np.inf)
         if free is None:
             return None
-        found = [self._judged(free, sizes, regather, left_out)]
-        if found[0].fits or not limited:
-            return found[0]
+        first = self._judged(free, sizes, regather, left_out)
+        if first.fits or not limited:
+            return first
         if not forced:
             self.least_s = min(self.least_s, free.objective_s)
-        below_s = self.dear * max(self.least_s, free.objective_s if forced else 0.0)
+        below_s = self.dear * (free.objective_s if forced else self.least_s)
         if best is not None and best.fits:
             below_s = BEHIND * best.cost[1]
-        known = {free.picks: found[0]}
+        return self._fitting(
+            first, ask, partial(self._judged, sizes=sizes, regather=regather, left_out=left_out), below_s
+        )
+
+    def _fitting(
+        self,
+        first: Found,
+        ask: Callable[[Array, float], Choice | None],
+        judged: Callable[[Choice], Found],
+        below_s: float,
+    ) -> Found:
+        """The cheapest met that fits, or comes nearest to it. The program is given less memory by what the ledger finds
+        above its rows, and where that was too little, half of what lies between."""
+        devices = self.problem.cluster.devices
+        usable = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
+        met = {first.choice.picks: first}
         capacity, too_much, little = usable - self.margin, None, None
         for _ in range(TIGHTENINGS + 1):
-            choice = self._choose(sizes, regather, capacity, forced or {}, barriers, plain, below_s)
-            again = choice is not None and choice.picks in known
-            if choice is not None and not again:
-                found.append(self._judged(choice, sizes, regather, left_out))
-                known[choice.picks] = found[-1]
-            judged = None if choice is None else known[choice.picks]
-            if choice is not None and judged is not None and not judged.fits:
-                too_much, above_s = capacity * (choice.fullness if again else 1.0), choice.objective_s
-                over = np.maximum(0.0, np.array(judged.evaluation.memory_bytes) - usable)
-            else:
+            choice = ask(capacity, below_s)
+            again = choice is not None and choice.picks in met
+            found = None if choice is None else met.get(choice.picks) or judged(choice)
+            if choice is None or found is None or found.fits:
                 little = capacity
-            if judged is not None and judged.fits:
-                self.margin, below_s = usable - capacity, judged.choice.objective_s
+            else:
+                too_much, above_s = capacity * (choice.fullness if again else 1.0), choice.objective_s
+                over = np.maximum(0.0, np.array(found.evaluation.memory_bytes) - usable)
+            if choice is not None and found is not None:
+                met[choice.picks] = found
+                if found.fits:
+                    self.margin, below_s = usable - capacity, choice.objective_s
             if too_much is None or (little is not None and below_s <= above_s * (1 + TIE)):
                 break
             capacity = too_much - over if little is None else (too_much + little) / 2
-        return best_of(found)
+        return best_of(met.values()) or first
 
     def unlimited(self, sizes: GroupSizes, *, forced: Mapping[int, tuple[int, ...]]) -> Mapping[str, Strategy] | None:
         """The same for parameters gathered once, as if memory had no end."""

@@ -64,6 +64,11 @@ class LeastBound:
         """Below all plans of all searches."""
         return self._least(self._rough())[1]
 
+    def raised_if_least_s(self, aim: Aim) -> float | None:
+        """``raised_s`` where the plan's own cluster has the least bound, as it will be asked about first whatever else
+        is found; None elsewhere."""
+        return self.raised_s(aim) if self._least(self._rough())[0] == aim.number else None
+
     def raised_s(self, aim: Aim) -> float:
         """The same, raised as long as it is far below this plan's step."""
         rough = self._rough()

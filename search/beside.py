@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -53,7 +54,9 @@ class Beside:
         self._process = context.Process(target=_answer, args=(self.worker, theirs, self._pipe), daemon=True)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            self._process.start()
+            with warnings.catch_warnings():  # of threads, from Python 3.12 on: the worker calls none of torch's
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()

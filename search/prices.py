@@ -63,7 +63,7 @@ class Facts:
         return other._knowing(self)
 
     def _knowing(self, other: Facts) -> Facts:
-        names = ("calls", "colours", "position", "reads", "homes")
+        names = ("calls", "colours", "position", "reads", "reads_by_part", "homes")
         for name in (*names, "moments") if self.recomputed == other.recomputed else names:
             self.__dict__[name] = getattr(other, name)
         return self
@@ -130,18 +130,34 @@ class Facts:
 
     @cached_property
     def reads(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:
-        """Value -> phase -> positions of the first and the last node that reads it, by itself or through views."""
+        """Value -> phase -> positions of the first and the last node that reads it: nodes of that phase by themselves or
+        through views."""
+        return self._find_reads({n.name: n.phase for n in self.graph.nodes}, through_views=False)
+
+    @cached_property
+    def reads_by_part(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:
+        """The same by the part of the program in which nodes run, through views or not: one of the forward phase that
+        only the backward phase reads runs there."""
+        late = {n.name for n in program_parts(self.graph)[2]}
+        phases: dict[str, Phase] = {n.name: "backward" if n.name in late else "forward" for n in self.graph.nodes}
+        return self._find_reads(phases, through_views=True)
+
+    def _find_reads(
+        self, phases: Mapping[str, Phase], *, through_views: bool
+    ) -> dict[Value, dict[Phase, tuple[int, int]]]:
+        """``through_views``: what a view's readers read counts in their phase, otherwise in the view's."""
         found: dict[Value, dict[Phase, tuple[int, int]]] = {}
         for node in sorted(self.graph.nodes, key=lambda n: self.position[n.name], reverse=True):
             for index in range(len(node.outputs)):
                 value = Value(node.name, index)
                 spans: dict[Phase, list[int]] = {}
                 for user, place in self.graph.users.get(value, ()):
-                    times = [self.position[user.name]]
+                    phase = phases[user.name]
+                    spans.setdefault(phase, []).append(self.position[user.name])
                     if place == 0 and self._is_view(user):
                         for i in range(len(user.outputs)):
-                            times += [last for _, last in found.get(Value(user.name, i), {}).values()]
-                    spans.setdefault(user.phase, []).extend(times)
+                            for other, times in found.get(Value(user.name, i), {}).items():
+                                spans.setdefault(other if through_views else phase, []).extend(times)
                 found[value] = {phase: (min(times), max(times)) for phase, times in spans.items()}
         return found
 
@@ -194,7 +210,7 @@ class Facts:
             return
         for index, meta in enumerate(node.outputs):
             value = Value(name, index)
-            spans = self.reads[value] if name in self.repeated else self._spans(value)
+            spans = self.reads_by_part[value] if name in self.repeated else self._spans(value)
             if meta is None or not spans or value in self.homes:
                 continue
             if name in self.repeated and "backward" in spans:
@@ -218,7 +234,8 @@ class Facts:
         for node in reversed(self.graph.nodes if self.repeated else ()):
             if node.name in self.repeated:
                 values = [Value(node.name, index) for index in range(len(node.outputs))]
-                times = [self.reads[v]["backward"][0] for v in values if "backward" in self.reads.get(v, {})]
+                reads = [self.reads_by_part.get(v, {}) for v in values]
+                times = [spans["backward"][0] for spans in reads if "backward" in spans]
                 users = (user.name for v in values for user, _ in self.graph.users.get(v, ()))
                 times += [found[name] for name in users if name in found]
                 if times:

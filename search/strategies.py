@@ -24,6 +24,7 @@ KEPT = 3  # prices
 DEAR = 1.6  # times the step with memory without end: making calls again, or other shares, would come to less ...
 FEW_NODES = 1_000  # ... and of a larger graph a program that memory makes dear takes long
 TIE = 0.01  # of the objective: what fits and is as near to what does not is near enough
+LESS = 0.99  # of what a choice takes, after it was made twice
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
 
 
@@ -102,7 +103,7 @@ class Chooser:
             if choice is None or found is None or found.fits:
                 little = capacity
             else:
-                too_much, above_s = capacity * (choice.fullness if again else 1.0), choice.objective_s
+                too_much, above_s = capacity * (choice.fullness * LESS if again else 1.0), choice.objective_s
                 over = np.maximum(0.0, np.array(found.evaluation.memory_bytes) - usable)
             if choice is not None and found is not None:
                 met[choice.picks] = found

@@ -14,6 +14,7 @@ from hap.search.limits import LIMITS
 from hap.search.pins import Pins
 from hap.search.planner import Search
 from hap.search.problem import Problem
+from hap.search.recompute import after_steps, blocks_of, steps_of
 from tests.search.models import gpt2, mixer, mlp
 from tests.search.test_masses import hosts
 
@@ -28,18 +29,22 @@ def state(found: Choices, cluster: ClusterSpec) -> Problem:
     return Problem.state(found, cluster, "adamw", Pins())
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_on_one_device_they_see_the_peak(model: str) -> None:
-    """To a hundredth: activations make up most of it, and some are there for a few calls only."""
+@pytest.mark.parametrize(("model", "again"), [*((model, False) for model in MODELS), ("mixer", True), ("gpt2", True)])
+def test_on_one_device_they_see_the_peak(model: str, again: bool) -> None:
+    """To a hundredth, and never more; where calls are made again, to a fifth. Activations make up most of it, and some
+    are there for a few calls only."""
     found = MODELS[model]()
     problem = state(found, hosts((1, 1), network="1GB/s"))
+    if again:
+        blocks = blocks_of(problem)
+        problem = problem.repeating(after_steps(blocks, len(steps_of(blocks))))
     whole = {n.name: replicated(n) for n in found.graph.nodes}
     held = [kept for name, strategy in whole.items() for kept in problem.facts.held(name, strategy)]
     seen = sum(nbytes * moments[:, 0] for _, nbytes, moments in held)
     (peak,) = problem.judge(whole, {}, False).memory_bytes
     parameters = sum(n.meta.nbytes for n in found.graph.sources("parameter"))
-    assert peak > 6 * parameters
-    assert 0.99 * peak < max(seen) <= peak * (1 + 1e-9)  # type: ignore[arg-type]
+    assert peak > (4 if again else 6) * parameters and bool(problem.recomputed) is again
+    assert (0.8 if again else 0.99) * peak < max(seen) <= peak * (1 + 1e-9)  # type: ignore[arg-type]
 
 
 def test_they_begin_where_the_forward_part_ends() -> None:

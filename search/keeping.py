@@ -13,7 +13,8 @@ ones the last layers' first, whose copies are freed soonest: as many as the ledg
 
 A MILP that gathers every parameter twice does not care whether it gathers the parameter or a view of it for one pass
 and the parameter for the other. It is asked once more for the same homes of the parameters, gathered once and with no
-limit to memory, so that one copy serves both passes.
+limit to memory, so that one copy serves both passes. Nor does it know that copies may stay: it fills the memory with
+what saves collectives otherwise. So it is asked for the same sizes with less memory, too (``LEAN``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from hap.search.recompute import after_steps, blocks_of, steps_of
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
+LEAN = (0.75, 0.5)  # of the usable memory
 TRIES = 4  # numbers of copies that the ledger is asked about, for one set of repeated calls
 
 
@@ -46,7 +48,7 @@ def or_keeping(search: Search, best: Found, overlapped_s: float | None) -> tuple
         return best, overlapped_s
     search.progress.say("asking which gathered parameters can stay")
     problem, found = search.problem, best
-    choices = [s for s in (best.strategies, _gathering_once(search, best)) if s is not None]
+    choices = [s for s in (best.strategies, _gathering_once(search, best), *_leaner(search, best)) if s is not None]
     for recomputed in _repeated(problem, best):
         for strategies in choices:
             tried = _fullest(problem, replace(best, strategies=strategies, recomputed=recomputed))
@@ -63,6 +65,12 @@ def _gathering_once(search: Search, best: Found) -> Mapping[str, Strategy] | Non
     homes = {problem.classes.of[n.name]: n.name for n in problem.choices.graph.sources("parameter")}
     forced = {a: (best.choice.picks[a],) for a in homes}
     return search.chooser.unlimited(best.sizes, forced=forced)
+
+
+def _leaner(search: Search, best: Found) -> list[Mapping[str, Strategy]]:
+    """What is chosen where memory is to be left for copies."""
+    found = (search.chooser.leaner(best.sizes, part) for part in LEAN)
+    return [f.strategies for f in found if f is not None]
 
 
 def _repeated(problem: Problem, best: Found) -> list[tuple[Recomputed, ...]]:

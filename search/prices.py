@@ -130,8 +130,8 @@ class Facts:
 
     @cached_property
     def reads(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:
-        """Value -> phase -> positions of the first and the last node that reads it: nodes of that phase by themselves or
-        through views."""
+        """Value -> phase -> positions of the first and the last node that reads it, by itself or through a view of that
+        phase."""
         return self._find_reads({n.name: n.phase for n in self.graph.nodes}, through_views=False)
 
     @cached_property

@@ -53,8 +53,9 @@ def gathered_twice(searched: Search) -> Found:
 
 
 @pytest.mark.parametrize("memory", ["128MB", "132MB", "136MB", "140MB", "144MB", "1GB"])
-def test_no_other_copies_that_fit_save_more(memory: str) -> None:
-    """Of the five parameters that both passes read, by every subset."""
+def test_no_other_copies_that_fit_save_more(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the five parameters that both passes read, by every subset, for the same strategies."""
+    monkeypatch.setattr("hap.search.keeping.LEAN", ())
     searched = search(memory)
     problem, twice = searched.problem, gathered_twice(searched)
     found, _ = or_keeping(searched, twice, None)
@@ -69,6 +70,18 @@ def test_no_other_copies_that_fit_save_more(memory: str) -> None:
             seconds += [judged.step_s] if judged.fits else []
     assert found.fits and found.cost[1] == pytest.approx(min(seconds), rel=1e-9)
     assert len(found.kept) == {"128MB": 2, "132MB": 3, "136MB": 4}.get(memory, LAYERS - 1)
+
+
+@pytest.mark.parametrize(("memory", "shorter"), [("128MB", False), ("1GB", True)])
+def test_strategies_that_leave_memory_free_are_asked_for(
+    memory: str, shorter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ample memory nothing need be gathered, which the strategies that were forced here do not know."""
+    searched = search(memory)
+    leaner, _ = or_keeping(searched, gathered_twice(searched), None)
+    monkeypatch.setattr("hap.search.keeping.LEAN", ())
+    same, _ = or_keeping(searched, gathered_twice(searched), None)
+    assert leaner.fits and (leaner.cost[1] < 0.99 * same.cost[1] if shorter else leaner.cost == same.cost)
 
 
 def test_what_a_plan_converts_says_what_is_kept() -> None:

@@ -55,25 +55,27 @@ def run_or_repeat(search: Search) -> tuple[Search, Found]:
     all it may, or one to which nothing is too dear. InfeasibleError if that does not help either."""
     try:
         return search, search.run()
-    except InfeasibleError:
+    except InfeasibleError as e:
         if not _state_fits(search.problem):
             raise
-    again = _repeating(search, search.limits)
+        refused = str(e)
+    last, again = search, _repeating(search, search.limits)
     if again is not None:
-        again.met = search.met  # where an interrupted search looks for the best so far
+        last, again.met = again, search.met  # where an interrupted search looks for the best so far
         search.progress.say("nothing fits; trying with activations computed again in the backward pass")
         try:
             found = again.run()
             return _cheaper(search, found) or (again, found)
-        except InfeasibleError:
-            search.progress.say("nothing fits that is not dear; trying whatever it costs")
-    last = _anew(search if again is None else again, np.inf)
+        except InfeasibleError as e:
+            refused = f"{e}; activations are computed again in the backward pass already"
+    if last.chooser.dear == np.inf:
+        raise InfeasibleError(refused)
+    search.progress.say("nothing fits that is not dear; trying whatever it costs")
+    last = _anew(last, np.inf)
     try:
         return last, last.run()
-    except InfeasibleError as e:
-        if again is None:
-            raise
-        raise InfeasibleError(f"{e}; activations are computed again in the backward pass already") from None
+    except InfeasibleError:
+        raise InfeasibleError(refused) from None
 
 
 def _anew(search: Search, dear: float) -> Search:

@@ -141,30 +141,27 @@ class Chooser:
         plain: bool,
         below_s: float,
     ) -> Choice | None:
-        key = (
-            tuple(sizes.items()),
-            regather,
-            tuple(capacity.tolist()),
-            tuple(forced.items()),
-            barriers,
-            plain,
-            below_s,
-        )
+        at = tuple(sizes.items()), regather, tuple(capacity.tolist()), plain
+        key = at, tuple(forced.items()), barriers, below_s
         if key not in self.solved:
             self.check()
             self.milps += 1
-            prices = self._prices(sizes, regather, capacity, plain)
-            self.solved[key] = choose(
-                prices.tables.skeleton,
-                prices,
-                forced=forced,
-                barriers=barriers,
-                nodes=self.limits.nodes,
-                gap=MIP_GAP,
-                warm=True,
-                below_s=below_s,
-            )
+            self.solved[key] = self._solve(self._prices(sizes, regather, capacity, plain), forced, barriers, below_s)
         return self.solved[key]
+
+    def _solve(
+        self, prices: Prices, forced: Mapping[int, tuple[int, ...]], barriers: bool, below_s: float
+    ) -> Choice | None:
+        return choose(
+            prices.tables.skeleton,
+            prices,
+            forced=forced,
+            barriers=barriers,
+            nodes=self.limits.nodes,
+            gap=MIP_GAP,
+            warm=True,
+            below_s=below_s,
+        )
 
     def _prices(self, sizes: GroupSizes, regather: bool, capacity: Array, plain: bool) -> Prices:
         """The last few are kept: the same sizes are asked about with different options forced, and less memory."""

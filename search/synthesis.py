@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hap.fabric import Array
-from hap.placement import GroupSizes
 from hap.search import astar
 from hap.search.limits import MIP_GAP
 from hap.search.milp import Choice
 from hap.search.strategies import Chooser
+from hap.search.tables import Prices
 
 STATES = 20_000  # expanded by one search
 
@@ -21,30 +20,7 @@ STATES = 20_000  # expanded by one search
 class Synthesiser(Chooser):
     """A ``Chooser`` that asks A*."""
 
-    def _choose(
-        self,
-        sizes: GroupSizes,
-        regather: bool,
-        capacity: Array,
-        forced: Mapping[int, tuple[int, ...]],
-        barriers: bool,
-        plain: bool,
-        below_s: float,
+    def _solve(
+        self, prices: Prices, forced: Mapping[int, tuple[int, ...]], barriers: bool, below_s: float
     ) -> Choice | None:
-        key = (
-            tuple(sizes.items()),
-            regather,
-            tuple(capacity.tolist()),
-            tuple(forced.items()),
-            barriers,
-            plain,
-            below_s,
-        )
-        if key not in self.solved:
-            self.check()
-            self.milps += 1
-            prices = self._prices(sizes, regather, capacity, plain)
-            self.solved[key] = astar.choose(
-                prices, forced=forced, barriers=barriers, nodes=STATES, gap=MIP_GAP, below_s=below_s
-            )
-        return self.solved[key]
+        return astar.choose(prices, forced=forced, barriers=barriers, nodes=STATES, gap=MIP_GAP, below_s=below_s)

@@ -6,6 +6,9 @@ that the planner solves with such rows is solved once more, as it stands, by HiG
 not count: the seconds of both, in one run, program by program, and whether they found the same. The one of every case
 that took the planner longest is then given to CP-SAT for some seconds.
 
+The planner looks for what costs less than the best plan known, if there is one; HiGHS alone, which is not told, for the
+optimum. Part of what it takes longer is that.
+
     python benchmarks/planning_tight.py [--quick]
 """
 

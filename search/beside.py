@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+from hap.errors import PlanError
+
 LOOK_S = 0.05  # between two looks at whether the search is to end, while an answer is waited for
 
 
@@ -70,7 +72,7 @@ class Beside:
         return question
 
     def answer(self, question: Question) -> Any:
-        """To this question; what the worker raised is raised. RuntimeError if the other process has ended."""
+        """To this question; what the worker raised is raised. PlanError if the other process has ended."""
         while len(self._answers) <= question.number:
             if self._pipe is None:
                 asked = self._asked[len(self._answers)]
@@ -94,7 +96,7 @@ class Beside:
         except EOFError:
             self._process.join()
             code = self._process.exitcode
-            raise RuntimeError(f"the process that works beside the search has ended, with exit code {code}") from None
+            raise PlanError(f"the process that works beside the search has ended, with exit code {code}") from None
 
     def close(self) -> None:
         """The other process is ended. What is asked from now on is answered here."""

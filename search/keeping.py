@@ -48,7 +48,8 @@ def or_keeping(search: Search, best: Found, overlapped_s: float | None) -> tuple
         return best, overlapped_s
     search.progress.say("asking which gathered parameters can stay")
     problem, found = search.problem, best
-    choices = [s for s in (best.strategies, _gathering_once(search, best), *_leaner(search, best)) if s is not None]
+    leaner = (search.chooser.leaner(best.sizes, part) for part in LEAN)
+    choices = [s for s in (best.strategies, _gathering_once(search, best), *leaner) if s is not None]
     for recomputed in _repeated(problem, best):
         for strategies in choices:
             tried = _fullest(problem, replace(best, strategies=strategies, recomputed=recomputed))
@@ -65,12 +66,6 @@ def _gathering_once(search: Search, best: Found) -> Mapping[str, Strategy] | Non
     homes = {problem.classes.of[n.name]: n.name for n in problem.choices.graph.sources("parameter")}
     forced = {a: (best.choice.picks[a],) for a in homes}
     return search.chooser.unlimited(best.sizes, forced=forced)
-
-
-def _leaner(search: Search, best: Found) -> list[Mapping[str, Strategy]]:
-    """What is chosen where memory is to be left for copies."""
-    found = (search.chooser.leaner(best.sizes, part) for part in LEAN)
-    return [f.strategies for f in found if f is not None]
 
 
 def _repeated(problem: Problem, best: Found) -> list[tuple[Recomputed, ...]]:

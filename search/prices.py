@@ -63,7 +63,7 @@ class Facts:
         return other._knowing(self)
 
     def _knowing(self, other: Facts) -> Facts:
-        names = ("calls", "colours", "position", "reads", "reads_by_part", "homes")
+        names = ("calls", "colours", "running", "position", "reads", "reads_by_part", "homes")
         for name in (*names, "moments") if self.recomputed == other.recomputed else names:
             self.__dict__[name] = getattr(other, name)
         return self
@@ -102,18 +102,22 @@ class Facts:
         return find_colours(self.graph, self.candidates)
 
     @cached_property
+    def running(self) -> frozenset[str]:
+        """Nodes that nobody needs do not run: they make nothing, and read nothing."""
+        return frozenset(n.name for n in program_order(self.graph))
+
+    @cached_property
     def position(self) -> Mapping[str, int]:
         """In the program's order; nodes that do not run come last."""
-        order = program_order(self.graph)
-        runs = {n.name: t for t, n in enumerate(order)}
-        return runs | {n.name: len(order) for n in self.graph.nodes if n.name not in runs}
+        runs = {n.name: t for t, n in enumerate(program_order(self.graph))}
+        return runs | {n.name: len(runs) for n in self.graph.nodes if n.name not in runs}
 
     @cached_property
     def moments(self) -> Array:
         """(MOMENTS,) positions in the program: the end of the forward part, of each of so many equal pieces of the
         backward part the call at which most bytes are there, and the end."""
         sources, forward, _ = program_parts(self.graph)
-        boundary, end = max(self.position[n.name] for n in (*sources, *forward)), len(self.graph.nodes) - 1
+        boundary, end = max(self.position[n.name] for n in (*sources, *forward)), len(self.running) - 1
         change = np.zeros(end + 2)
         for node in self.graph.nodes:
             for _, nbytes, spans in self._lives(node.name):
@@ -152,6 +156,8 @@ class Facts:
                 value = Value(node.name, index)
                 spans: dict[Phase, list[int]] = {}
                 for user, place in self.graph.users.get(value, ()):
+                    if user.name not in self.running:
+                        continue
                     phase = phases[user.name]
                     spans.setdefault(phase, []).append(self.position[user.name])
                     if place == 0 and self._is_view(user):
@@ -206,7 +212,7 @@ class Facts:
         """(output, bytes, first and last position) of what a call makes: there from the call to its last reader, or in
         each pass for its own readers if it is made twice (what only repeated calls read then is gone at once)."""
         node, born = self.graph.by_name[name], self.position[name]
-        if node.is_source or self._is_view(node):
+        if node.is_source or self._is_view(node) or name not in self.running:
             return
         for index, meta in enumerate(node.outputs):
             value = Value(name, index)

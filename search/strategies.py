@@ -119,12 +119,12 @@ class Chooser:
         choice = self._choose(sizes, False, np.full(self.problem.world_size, np.inf), forced, True, False, np.inf)
         return None if choice is None else self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
 
-    def leaner(self, sizes: GroupSizes, part: float) -> Found | None:
-        """The choice for parameters gathered twice at so much of the usable memory."""
+    def leaner(self, sizes: GroupSizes, part: float) -> Mapping[str, Strategy] | None:
+        """The same for parameters gathered twice, at so much of the usable memory."""
         devices = self.problem.cluster.devices
         capacity = part * np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
         choice = self._choose(sizes, True, capacity, {}, True, False, self.dear * self.least_s)
-        return None if choice is None else self._judged(choice, sizes, True, ())
+        return None if choice is None else self.problem.classes.expand(choice.picks, self.problem.facts.candidates)
 
     def _judged(self, choice: Choice, sizes: GroupSizes, regather: bool, left_out: tuple[int, ...]) -> Found:
         strategies = self.problem.classes.expand(choice.picks, self.problem.facts.candidates)

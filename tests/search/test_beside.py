@@ -15,6 +15,8 @@ from hap.search.fewer import Tried
 from tests.search.models import gpt2
 from tests.search.test_masses import hosts
 
+FORKS = pytest.mark.skipif(not beside.can_fork(), reason="no second process, or no second core for it, here")
+
 
 class Worker:
     """Remembers what it was asked."""
@@ -36,7 +38,7 @@ class Worker:
         time.sleep(60)
 
 
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("apart", [pytest.param(True, marks=FORKS), False])
 def test_answers_come_in_the_order_of_the_questions(apart: bool) -> None:
     """Whichever is asked for first; nothing that happens in the other process is seen here."""
     worker = Worker()
@@ -50,7 +52,7 @@ def test_answers_come_in_the_order_of_the_questions(apart: bool) -> None:
     assert worker.asked == ([] if apart else [3, 1, 2])
 
 
-@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("apart", [pytest.param(True, marks=FORKS), False])
 def test_what_is_raised_there_is_raised_here_and_it_goes_on(apart: bool) -> None:
     other = Beside(Worker(), apart=apart)
     refused, added = other.ask("refuse"), other.ask("add", 1)
@@ -60,13 +62,15 @@ def test_what_is_raised_there_is_raised_here_and_it_goes_on(apart: bool) -> None
     other.close()
 
 
+@FORKS
 def test_a_process_that_ended_is_told() -> None:
     other = Beside(Worker(), apart=True)
-    with pytest.raises(RuntimeError, match=r"^the process that works beside the search has ended, with exit code 3$"):
+    with pytest.raises(PlanError, match=r"^the process that works beside the search has ended, with exit code 3$"):
         other.answer(other.ask("end"))
     other.close()
 
 
+@FORKS
 def test_ctrl_c_is_for_the_search_and_a_check_may_end_the_waiting() -> None:
     looked = 0
 
@@ -93,6 +97,7 @@ def test_without_a_second_core_none_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     assert not other.is_apart and other.answer(other.ask("add", 1))[0] == os.getpid()
 
 
+@FORKS
 def test_the_plan_is_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges make up a good part of the step, so the bound is raised."""
     found, devices = gpt2(layers=1), hosts(*[(1, 1)] * 6, *[(0.5, 1)] * 2, network="2GB/s")

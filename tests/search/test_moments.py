@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from hap.search.found import Found
 from hap.search.limits import LIMITS
 from hap.search.pins import Pins
 from hap.search.planner import Search
+from hap.search.prices import Facts
 from hap.search.problem import Problem
 from hap.search.recompute import after_steps, blocks_of, steps_of
 from tests.search.models import gpt2, mixer, mlp
@@ -81,3 +84,18 @@ def test_on_unequal_devices_they_see_nearly_the_peak_of_each() -> None:
     for found in search.met:
         ratio = seen_bytes(problem, found) / np.array(found.evaluation.memory_bytes)
         assert ((ratio > 0.9) & (ratio < 1.1)).all(), ratio
+
+
+def test_what_nobody_needs_makes_nothing_and_keeps_nothing() -> None:
+    """A call that the program leaves out, last in the graph, reads what the forward part makes."""
+    graph = mlp(batch=512, width=64).graph
+    relu = next(n for n in graph.nodes if "relu" in n.op and n.phase == "forward")
+    more = replace(graph, nodes=(*graph.nodes, replace(relu, name="nobody")))
+    one, other = (
+        Facts(g, {n.name: (replicated(n),) for n in g.nodes}, hosts((1, 1), network="1GB/s"), "adamw")
+        for g in (graph, more)
+    )
+    assert other.allocations("nobody") == [] and relu.inputs[0] in one.reads
+    assert all(other.reads[value] == spans for value, spans in one.reads.items())
+    assert all(other.reads_by_part[value] == spans for value, spans in one.reads_by_part.items())
+    assert other.moments.tolist() == one.moments.tolist()

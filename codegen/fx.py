@@ -23,6 +23,7 @@ from hap.codegen.call import bundle_arguments, collective_arguments, map_leaves,
 from hap.codegen.late import LateLoss
 from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice, Start, Together, Wait
 from hap.graph import Value
+from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.ops import resolve
 from hap.placement import LocalSize
 
@@ -158,6 +159,11 @@ class _Emitter:
     def _call(self, call: Call) -> None:
         args = tuple(map_leaves(arg, self._leaf) for arg in call.args)
         kwargs = {key: map_leaves(arg, self._leaf) for key, arg in call.kwargs}
+        if call.op == HOSTS_SUM:
+            name = call.outputs[0]
+            summed = self.graph.create_node("call_method", "over_hosts", (self.comm, *args[: SITE + 1]), {}, name)
+            self.values[str(name)] = summed
+            return
         if not returns_many(call):
             name = call.outputs[0]
             self.values[str(name)] = self.graph.create_node("call_function", _bound(call.op), args, kwargs, name)

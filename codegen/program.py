@@ -255,6 +255,12 @@ def last_uses(part: Sequence[Instruction], keep: Sequence[str]) -> tuple[tuple[s
     return tuple(reversed(found))
 
 
+def gradients_alone(program: Program) -> frozenset[str]:
+    """Names of gradients that nothing reads before the step ends."""
+    read = {name for i in program.backward for name in i.inputs}
+    return frozenset(program.gradients.values()) - read
+
+
 def verify_program(program: Program) -> None:
     """Raise AssertionError unless names are defined once and before use and every conversion fits what it converts."""
     available = {s.name for s in program.forward_sources}

@@ -31,6 +31,7 @@ from hap.codegen.program import (
 )
 from hap.codegen.text import INDENT, WIDTH, Bracket, Text, call, entry, literal, quoted, statement, subscript
 from hap.graph import Value
+from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.ops import resolve
 from hap.placement import LocalSize, LocalStart, Partial, Shard
 from hap.plan import Plan
@@ -100,7 +101,7 @@ class _File:
     def imports(self) -> list[str]:
         own: dict[str, dict[str, None]] = {}
         for instruction in (*self.program.forward, *self.program.backward):
-            if isinstance(instruction, Call):
+            if isinstance(instruction, Call) and instruction.op != HOSTS_SUM:
                 function = resolve(instruction.op)
                 if isinstance(function, FunctionType):
                     own.setdefault(function.__module__, {})[function.__name__] = None
@@ -297,6 +298,8 @@ class _Body:
 
     def _call(self, instruction: Call) -> Bracket:
         function = resolve(instruction.op)
+        if instruction.op == HOSTS_SUM:
+            return call("comm.over_hosts", [self._argument(arg) for arg in instruction.args[: SITE + 1]], [])
         if isinstance(function, FunctionType):
             name = function.__name__
         else:

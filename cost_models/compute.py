@@ -26,7 +26,8 @@ from hap.cost_models.work import OpClass, Work, node_work
 from hap.errors import ClusterError
 from hap.fabric import Array
 from hap.graph import Graph, Node
-from hap.hosts import Device
+from hap.hosts import Device, Duplex
+from hap.hosts_sum import outward_bytes
 from hap.placement import GroupSizes, Shard
 from hap.plan import Strategy
 
@@ -69,14 +70,25 @@ class ComputeModel:
 
     def flops_per_s(self, device: Device, kind: OpClass, dtype: torch.dtype) -> float:
         """Reachable FLOP/s. ClusterError if the device lists neither the dtype nor its stand-in."""
+        if kind == "hosts":
+            return 1.0 / max(_outward(device).latency_s, 1e-12)
         tf32 = self.tf32 and kind in ("matmul", "attention", "conv")
         return self.compute_efficiency[kind] * peak_flops_per_s(device, dtype, tf32=tf32)
 
     def bytes_per_s(self, device: Device, kind: OpClass) -> float:
+        if kind == "hosts":
+            outward = _outward(device)
+            return min(outward.up_bytes_per_s, outward.down_bytes_per_s)
         return self.memory_efficiency[kind] * device.memory_bandwidth_bytes_per_s
 
 
 DEFAULT_MODEL = ComputeModel()
+
+
+def _outward(device: Device) -> Duplex:
+    if device.outward is None:
+        raise ClusterError(f"host {device.host!r} has no network, so nothing can be summed over hosts")
+    return device.outward
 
 
 def peak_flops_per_s(device: Device, dtype: torch.dtype, *, tf32: bool = False) -> float:
@@ -128,6 +140,8 @@ class Parts:
 def split_work(work: Work, strategy: Strategy) -> Parts:
     """How a strategy divides the work. Input and output slots correspond to ``work.read`` and ``work.written``."""
     assert len(strategy.inputs) == len(work.read) and len(strategy.outputs) == len(work.written), "slots do not match"
+    if work.op_class == "hosts":
+        return _over_hosts(work, strategy)
     slots = [*zip(strategy.inputs, work.read, strict=True), *zip(strategy.outputs, work.written, strict=True)]
     shard = next((p for p, _ in slots if isinstance(p, Shard)), None)
     shared = sum(nbytes for p, nbytes in slots if isinstance(p, Shard))
@@ -138,6 +152,15 @@ def split_work(work: Work, strategy: Strategy) -> Parts:
     idle = all(p is None or isinstance(p, Shard) for p in strategy.outputs)
     shared += work.fetched_bytes
     return Parts(work.op_class, work.dtype, shard.group, shard.n, 0.0, work.flops, fixed, shared, idle, work, strategy)
+
+
+def _over_hosts(work: Work, strategy: Strategy) -> Parts:
+    """All ranks wait for what passes the host's way out, whatever their shares."""
+    assert work.node is not None
+    hosts, ranks = work.node.args[2:]
+    copies = 1 if isinstance(strategy.inputs[0], Shard) else ranks
+    moved = outward_bytes(work.written[0], hosts, copies)
+    return Parts(work.op_class, work.dtype, None, 1, work.flops, 0.0, moved, 0, False, work, strategy)
 
 
 def parts_seconds(parts: Parts, share: float, device: Device, model: ComputeModel = DEFAULT_MODEL) -> float:

@@ -81,13 +81,14 @@ class Timeline:
 @dataclass(frozen=True)
 class Issue:
     """A collective begins, as soon as all ranks are here and the wire is free. ``seconds`` on the wire; ``ahead_s``
-    (N,): by how much each rank has what it needs before the end."""
+    (N,): by how much each rank has what it needs before the end. Sums over hosts have a ``stream`` of their own."""
 
     handle: str
     name: str
     kind: str
     seconds: float
     ahead_s: Array | None = None
+    stream: Literal["wire", "hosts"] = "wire"
 
 
 @dataclass(frozen=True)
@@ -178,13 +179,13 @@ def _issues(
 
 @dataclass
 class _Player:
-    """The clocks: ``free`` (N,) when each rank's compute stream is next free, ``wire`` when the collectives' is."""
+    """The clocks: ``free`` (N,) when each rank's compute stream is next free, ``wires`` when those of collectives are,
+    with the span that ended there."""
 
     world_size: int
     spans: list[Span] = field(default_factory=list)
     pending: dict[str, tuple[int, Array | None]] = field(default_factory=dict)  # not yet waited for: its span, ahead_s
-    wire: float = 0.0
-    last_wire: int | None = None  # the span that set ``wire``
+    wires: dict[str, tuple[float, int | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.free: Array = np.zeros(self.world_size)
@@ -204,11 +205,12 @@ class _Player:
         """Put a collective on the wire."""
         slowest = int(self.free.argmax())
         arrival = float(self.free[slowest])
-        start, after = (arrival, self.last[slowest]) if arrival >= self.wire else (self.wire, self.last_wire)
+        wire, last = self.wires.get(event.stream, (0.0, None))
+        start, after = (arrival, self.last[slowest]) if arrival >= wire else (wire, last)
         end = start + event.seconds
         self.spans.append(Span(None, "communication", event.name, event.kind, start, end, after))
-        self.wire, self.last_wire = end, len(self.spans) - 1
-        self.pending[event.handle] = self.last_wire, event.ahead_s
+        self.wires[event.stream] = end, len(self.spans) - 1
+        self.pending[event.handle] = len(self.spans) - 1, event.ahead_s
 
     def wait(self, handle: str) -> None:
         self._hold(*self.pending.pop(handle))
@@ -223,5 +225,5 @@ class _Player:
                 self.free[rank], self.last[rank] = end, index
 
     def finish(self, devices: tuple[str, ...]) -> Timeline:
-        step_s = max(float(self.free.max(initial=0.0)), self.wire)
+        step_s = max(float(self.free.max(initial=0.0)), *(end for end, _ in self.wires.values()), 0.0)
         return Timeline(tuple(self.spans), devices, step_s, tuple(self.busy.tolist()), tuple(self.exposed.tolist()))

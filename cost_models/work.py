@@ -9,7 +9,8 @@
 
 Views cost nothing: no work and no launch. Bytes are counted once per tensor argument and per output, from the values'
 own sizes; a tensor that an ``expand`` repeats is read at its size before the repetition, and lookups
-(``embedding``, ``gather``, ...) read only the rows they fetch.
+(``embedding``, ``gather``, ...) read only the rows they fetch. A sum over hosts (``hap.hosts_sum``) does its two rounds
+on the wire: they stand for arithmetic, and what passes the host's way out for bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from typing import Any, Literal
 import torch
 
 from hap.graph import Graph, Node, TensorMeta, Value, map_values
+from hap.hosts_sum import HOSTS_SUM
 
-OpClass = Literal["matmul", "attention", "conv", "elementwise", "reduction", "index", "view"]
+ROUNDS = 2.0  # of messages, of a sum over hosts
+OpClass = Literal["matmul", "attention", "conv", "elementwise", "reduction", "index", "view", "hosts"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -105,6 +108,8 @@ def op_class(op: str) -> OpClass:
     name = op.split(".")[1]
     if name in _VIEWS:
         return "view"
+    if op == HOSTS_SUM:
+        return "hosts"
     if name in _MATMULS:
         return "matmul"
     if name in ("attention", "attention_backward"):
@@ -129,6 +134,8 @@ def node_work(graph: Graph, node: Node) -> Work:
     kind: OpClass = "view" if node.is_source else op_class(node.op)
     if kind == "view":
         return Work("view", 0.0, (0,) * len(metas), (0,) * len(node.outputs), 0, dtype)
+    if kind == "hosts":
+        return Work(kind, ROUNDS, (0,), (node.meta.nbytes,), 0, dtype, node, metas)
     read = [_stored_bytes(graph, v) for v in node.inputs]
     written = tuple(0 if m is None else m.nbytes for m in node.outputs)
     name, fetched = node.op.split(".")[1], 0

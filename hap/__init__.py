@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hap.api import compile, plan, python_source
+    from hap.api import compile, plan, plan_mesh, python_source
     from hap.cluster import ClusterSpec
     from hap.errors import (
         CaptureError,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         ProgramError,
         RuleError,
     )
+    from hap.mesh_plan import MeshPlan
     from hap.plan import Plan
     from hap.rules.discover import discover_rule
     from hap.rules.register import register_rule
@@ -41,6 +42,7 @@ __all__ = [
     "HapError",
     "HapProgram",
     "InfeasibleError",
+    "MeshPlan",
     "MissingRuleError",
     "Pins",
     "Plan",
@@ -50,6 +52,7 @@ __all__ = [
     "compile",
     "discover_rule",
     "plan",
+    "plan_mesh",
     "python_source",
     "register_rule",
 ]
@@ -57,10 +60,12 @@ __all__ = [
 _HOMES = {
     "ClusterSpec": "hap.cluster",
     "HapProgram": "hap.runtime.program",
+    "MeshPlan": "hap.mesh_plan",
     "Pins": "hap.search.pins",
     "Plan": "hap.plan",
     "compile": "hap.api",
     "discover_rule": "hap.rules.discover",
+    "plan_mesh": "hap.api",
     "python_source": "hap.api",
     "register_rule": "hap.rules.register",
 }

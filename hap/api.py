@@ -27,6 +27,8 @@ from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.cost_models.timeline import Timeline
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
+from hap.mesh import check_mesh_plan, host_program, mesh_program
+from hap.mesh_plan import MeshPlan, load_plan, parse_plan
 from hap.plan import Plan
 from hap.recompile import Recompiler
 from hap.rules.choices import choices
@@ -36,6 +38,7 @@ from hap.runtime.program import HapProgram
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.judge import default_passes, played
 from hap.search.limits import Method
+from hap.search.mesh import plan_mesh as search_mesh
 from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
 from hap.search.subsets import without
@@ -86,6 +89,26 @@ def plan(
     return _decide(graph, spec, optimizer, pins, effort, budget_s, method, leave_out)
 
 
+def plan_mesh(
+    model: torch.nn.Module,
+    cluster: Cluster,
+    *,
+    example_inputs: Any,
+    example_targets: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: str = "adamw",
+    effort: Effort = "normal",
+) -> MeshPlan:
+    """As ``plan``, on a mesh of two axes: the batch is dealt out between hosts, and each host's part is planned for its
+    devices (``hap.search.mesh``). Worth its while where a batch has few samples for each device, or a host's devices
+    together hold what one cannot. ``compile`` takes the plan, or the file it was saved to.
+
+    PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
+    """
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    return search_mesh(choices(graph), _cluster(cluster), optimizer=optimizer, effort=effort)
+
+
 def compile(
     model: torch.nn.Module,
     cluster: Cluster | None = None,
@@ -94,7 +117,7 @@ def compile(
     example_targets: Any = None,
     loss_fn: LossFn | None = None,
     outputs: Sequence[str] = (),
-    plan: Plan | str | os.PathLike[str] | None = None,
+    plan: Plan | MeshPlan | str | os.PathLike[str] | None = None,
     optimizer: str = "adamw",
     pins: Pins | None = None,
     effort: Effort = "normal",
@@ -124,18 +147,22 @@ def compile(
         lambda: capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs),
     )
     _agree(comm, "the model", graph.fingerprint)
-    _agree(comm, "the plan", plan.checksum if isinstance(plan, Plan) else None)
+    _agree(comm, "the plan", plan.checksum if isinstance(plan, (Plan, MeshPlan)) else None)
 
     def decide() -> str:
         if comm.rank != 0:
             return ""
         if plan is not None:
-            return (plan if isinstance(plan, Plan) else Plan.load(plan)).to_json()
+            return (plan if isinstance(plan, (Plan, MeshPlan)) else load_plan(plan)).to_json()
         assert spec is not None
         return _decide(graph, spec, optimizer, pins, effort, budget_s).to_json()
 
-    decided = Plan.from_json(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
+    decided = parse_plan(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
+    if isinstance(decided, MeshPlan):
+        check_mesh_plan(decided, graph, spec, comm.world_size)
+        outcome, sites = _together(comm, lambda: host_program(graph, decided, comm.rank, passes_off))
+        return mesh_program(graph, decided, outcome, sites, comm, model, example_inputs, example_targets)
     if left_out(decided) and comm.world_size != decided.world_size:
         raise PlanError(refusal(decided, comm.world_size))
     spec = None if spec is None else planned_part(decided, spec)
@@ -251,7 +278,7 @@ def planned_part(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
     return part if part.fingerprint == plan.provenance.cluster_fingerprint else cluster
 
 
-def check_cluster(plan: Plan, cluster: ClusterSpec) -> None:
+def check_cluster(plan: Plan | MeshPlan, cluster: ClusterSpec) -> None:
     """PlanError unless the plan was made for this cluster."""
     made_for = plan.provenance
     if made_for.cluster_fingerprint != cluster.fingerprint:

@@ -159,7 +159,7 @@ class ClusterSpec(Frozen):
         for host in self.hosts:
             repeated = [spec for spec in host.devices for _ in range(spec.count)]
             for index, spec in enumerate(repeated):
-                yield spec.device(rank, host.name, index)
+                yield spec.device(rank, host.name, index, host.outside)
                 rank += 1
 
     @property
@@ -283,7 +283,7 @@ class ClusterSpec(Frozen):
         body = {
             "name": self.name,
             "backend": self.backend,
-            "devices": [dataclasses.astuple(d) for d in self.devices],
+            "devices": [_numbers_of(d) for d in self.devices],
             "hosts": [(h.name, _numbers(h.inside), _numbers(h.outside), h.price_per_hour) for h in self.hosts],
             "links": sorted((p.source, p.target, str(p.bandwidth), str(p.latency)) for p in self.links),
             **self._more,
@@ -304,6 +304,12 @@ class ClusterSpec(Frozen):
             raise ClusterError(f"{n} ranks, but cluster {self.name!r} describes only {self.world_size} devices")
         if n < self.world_size:
             raise ClusterError(f"{n} ranks, but cluster {self.name!r} describes {self.world_size} devices")
+
+
+def _numbers_of(device: Device) -> tuple[Any, ...]:
+    """Its fields but the network, which is told of its host."""
+    told = dataclasses.asdict(device)
+    return tuple(value for name, value in told.items() if name != "outward")
 
 
 def _numbers(duplex: Duplex | None) -> tuple[float, float, float] | None:

@@ -3,8 +3,8 @@
 ``hap.dropout.default(x, seed, p, site, shard)``: ``seed`` is a 0-dim int64 tensor that changes from step to step,
 ``site`` numbers the dropouts of one program, ``shard`` says which piece of the global tensor ``x`` is:
 ``(dim, outer, n, unit, start)``, the atoms from ``start`` of a dim of ``outer * n * unit`` (see ``hap.placement``), or
-None for all of it. Dropout is linear in x and its own derivative: the backward pass is the same call on the gradient,
-and no mask is kept.
+None for all of it. On a mesh of two axes x may be a piece of a piece: five more numbers say which, of the first.
+Dropout is linear in x and its own derivative: the backward pass is the same call on the gradient, and no mask is kept.
 
 The bits (counter-based, Salmon et al. 2011): a row is all but the last dim. Its key is the 64-bit finaliser of
 SplitMix64 (Steele et al. 2014) of the row's number and of the key of (seed, site); an element's 32 bits are the
@@ -22,7 +22,7 @@ _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _GOLDEN_32 = 0x9E3779B9
 _BITS = 24
 
-Place = Sequence[int]  # dim, outer, n, unit, start
+Place = Sequence[int]  # dim, outer, n, unit, start; of what the five before say, if there are any
 
 
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float, site: int, shard: Place | None) -> torch.Tensor:
@@ -60,8 +60,7 @@ def _key(seed: torch.Tensor, site: int) -> torch.Tensor:
 def _row_numbers(size: list[int], shard: Place | None, device: torch.device) -> torch.Tensor:
     """The global number of every local row, in the shape of all dims but the last."""
     extents = list(size)
-    if shard is not None:
-        dim, outer, n, unit, _ = shard
+    for dim, outer, n, unit, _ in reversed(_places(shard)):
         extents[dim] = outer * n * unit
     rows, stride = torch.zeros((), dtype=torch.int64, device=device), 1
     for dim in reversed(range(len(size) - 1)):
@@ -73,13 +72,20 @@ def _row_numbers(size: list[int], shard: Place | None, device: torch.device) -> 
 
 def _positions(size: list[int], dim: int, shard: Place | None, device: torch.device) -> torch.Tensor:
     """The global position along ``dim`` of each local one."""
-    if shard is None or shard[0] != dim:
-        return torch.arange(size[dim], device=device)
-    _, outer, n, unit, start = shard
-    atoms = torch.arange(start, start + size[dim] // (outer * unit), device=device)
-    blocks = torch.arange(outer, device=device) * n
-    first = (blocks.unsqueeze(1) + atoms).unsqueeze(2) * unit
-    return (first + torch.arange(unit, device=device)).reshape(-1)
+    found = torch.arange(size[dim], device=device)
+    extent = size[dim]
+    for along, outer, n, unit, start in reversed(_places(shard)):
+        if along == dim:
+            held = extent // (outer * unit)
+            inside = max(1, held * unit)
+            block, rest = found // inside, found % inside
+            found, extent = (block * n + start) * unit + rest, outer * n * unit
+    return found
+
+
+def _places(shard: Place | None) -> list[tuple[int, ...]]:
+    """From that of the whole to that of the last piece."""
+    return [] if shard is None else [tuple(shard[i : i + 5]) for i in range(0, len(shard), 5)]
 
 
 def _mix_64(bits: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,8 @@ class Duplex(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator. ``name`` is "host/gpu#i" with i counted inside the host; ``tflops`` maps dtype to TFLOP/s."""
+    """One accelerator. ``name`` is "host/gpu#i" with i counted inside the host; ``tflops`` maps dtype to TFLOP/s;
+    ``outward``: its host's network, which the host's devices share."""
 
     rank: int
     name: str
@@ -88,6 +89,7 @@ class Device:
     memory_bytes: int
     memory_bandwidth_bytes_per_s: float
     launch_s: float
+    outward: Duplex | None = field(default=None, compare=False)
 
 
 class Frozen(pydantic.BaseModel):
@@ -144,7 +146,7 @@ class DeviceSpec(Frozen):
     def label(self) -> str:
         return find_gpu(self.gpu).name if self.gpu is not None else self.name or "custom"
 
-    def device(self, rank: int, host: str, index: int) -> Device:
+    def device(self, rank: int, host: str, index: int, outward: Duplex | None = None) -> Device:
         """The device with its numbers resolved."""
         gpu = self.catalogue_gpu
         memory = self.memory or (gpu.memory_bytes if gpu else 0)
@@ -152,7 +154,8 @@ class DeviceSpec(Frozen):
         assert memory > 0 and bandwidth > 0
         tflops = {**(gpu.tflops if gpu else {}), **(self.tflops or {})}
         ordered = {d: float(tflops[d]) for d in DTYPES if d in tflops}
-        return Device(rank, f"{host}/{self.label}#{index}", host, self.label, ordered, memory, bandwidth, self.launch)
+        name = f"{host}/{self.label}#{index}"
+        return Device(rank, name, host, self.label, ordered, memory, bandwidth, self.launch, outward)
 
 
 class DuplexSpec(Frozen):

@@ -11,6 +11,7 @@ from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.dropout import dropout
 from hap.errors import ProgramError
+from hap.hosts_sum import HOSTS_SUM, hosts_sum
 from hap.linear import addmm
 
 # A view runs as a reshape: a graph's values have shapes and no strides, and what resharding leaves is contiguous, so
@@ -24,6 +25,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.batch_norm_squares.default": batch_norm_squares,
     "hap.batch_norm_sums.default": batch_norm_sums,
     "hap.dropout.default": dropout,
+    HOSTS_SUM: hosts_sum,
     "aten.view.default": torch.ops.aten.reshape.default,
 }
 

@@ -247,6 +247,8 @@ class Plan(_Frozen):
     def from_json(cls, text: str, origin: str = "plan") -> Plan:
         """Parse and check. PlanError: not JSON, unknown version, unknown or missing field, changed content."""
         body, checksum = plan_file.parse(text, origin)
+        if "inside" in body:
+            raise PlanError(f"{origin}: a plan of a mesh of two axes; hap explain, hap run and hap.compile take those")
         try:
             plan = cls.model_validate(body)
         except pydantic.ValidationError as e:

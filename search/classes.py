@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from hap.graph import Graph, Node, Phase, Value, map_values
+from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.placement import REPLICATE, Placement, Shard
 from hap.plan import Strategy
 
 K = TypeVar("K")
 RADIUS = 4
-NUMBERED = frozenset({("hap.dropout.default", 3)})  # (operator, argument): a serial number, which costs nothing
+# (operator, argument): a serial number, which costs nothing
+NUMBERED = frozenset({("hap.dropout.default", 3), (HOSTS_SUM, SITE)})
 HOME = -1  # position of a need that is the placement of a parameter's or buffer's own output
 Candidates = Mapping[str, Sequence[Strategy]]  # node -> its strategies, after pins
 

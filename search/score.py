@@ -9,18 +9,20 @@ is drafted and rewritten once (``score_of``), and played at as many sizes as som
                   one for each value, or one for each rank's piece of it, assumed); the wire is one stream for all, in
                   the order of issue
     a bundle      one collective of all its bytes
+    a sum over hosts of a gradient that the step hands out: on a stream of its own, waited for before the update
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from hap.codegen.passes.windows import work_of
-from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait
+from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, gradients_alone
 from hap.cost_models.collective import collective_coefficients, shares
 from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.fold import Cluster
@@ -29,6 +31,7 @@ from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue
 from hap.fabric import Array
 from hap.graph import Graph, Phase, Value
+from hap.hosts_sum import HOSTS_SUM
 from hap.placement import GroupSizes, Placement
 from hap.plan import Collective, Strategy
 
@@ -51,13 +54,15 @@ class Work(NamedTuple):
 
 
 class _Act(NamedTuple):
-    """A collective begins (``issues``) or is waited for, after so many of the pieces of work of the ranks."""
+    """A collective begins (``issues``) or is waited for, after so many of the pieces of work of the ranks. ``work`` is
+    the number of a work; of a sum over hosts, which only begins, that of its call."""
 
     after: int
     issues: bool
     handle: str
     outputs: str
     work: int
+    over_hosts: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,16 +80,18 @@ class Score:
     def step_s(self, times: Times) -> float:
         """When the last rank and the wire have ended: the clocks alone, of all ranks at once."""
         rows = times.table[np.array(self.pieces, dtype=np.intp)]
-        free, wire, done, ends = times.around_s, 0.0, 0, dict[str, float]()
+        free, wire, outward, done, ends = times.around_s, 0.0, 0.0, 0, dict[str, float]()
         for act in self.acts:
             if act.after > done:
                 free = _later(free, rows[done : act.after])
                 done = act.after
-            if act.issues:
+            if act.over_hosts:
+                outward = max(float(free.max()), outward) + float(times.table[act.work].max())
+            elif act.issues:
                 wire = ends[act.handle] = max(float(free.max()), wire) + times.wire_s[act.work]
             else:
                 free = np.maximum(free, ends.pop(act.handle))
-        free = _later(free, rows[done:]) + times.update_s
+        free = np.maximum(_later(free, rows[done:]), outward) + times.update_s
         return max(float(free.max(initial=0.0)), wire)
 
     def events(self, times: Times) -> Iterator[Event]:
@@ -97,10 +104,13 @@ class Score:
                 if number >= len(self.calls) or times.table[number].any():
                     yield Local(name, kind, times.table[number])
             done = after
-            if act is not None and act.issues:
+            if act is not None and act.over_hosts:
+                yield Issue(act.handle, act.outputs, "hosts_sum", float(times.table[act.work].max()), stream="hosts")
+            elif act is not None and act.issues:
                 yield Issue(act.handle, act.outputs, self.works[act.work].kind, times.wire_s[act.work])
             elif act is not None:
                 yield Await(act.handle)
+        yield from (Await(act.handle) for act in self.acts if act.over_hosts)
         yield Local("optimizer", "update", times.update_s)
 
 
@@ -204,6 +214,8 @@ class _Writer:
 
     def instruction(self, instruction: Instruction, place: str, phase: Phase) -> None:
         match instruction:
+            case Call(op=op, outputs=(output,)) if op == HOSTS_SUM and output in self.handed_out:
+                self._sum(output)
             case Call():
                 self._call(self._product(instruction) if instruction.op in _FOLDED else self._node(instruction), phase)
             case Convert(kind="slice"):
@@ -218,13 +230,25 @@ class _Writer:
             case Wait(handle=handle, work=work):
                 self._wait(handle, work)
 
+    @cached_property
+    def handed_out(self) -> frozenset[str | None]:
+        return frozenset(gradients_alone(self.program))
+
+    def _sum(self, output: str) -> None:
+        number = self._kind(self.program.held[output].value.node)
+        self.acts.append(_Act(len(self.pieces), True, output, output, number, over_hosts=True))
+
     def _call(self, name: str, phase: str) -> None:
+        self.pieces.append((True, self._kind(name)))
+        self.labels.append((name, phase))
+
+    def _kind(self, name: str) -> int:
+        """The number of the node's call."""
         kind = self.of.kind(name, self.strategies[name], measured=self.measured)
         if kind not in self._numbers:
             self._numbers[kind] = len(self.calls)
             self.calls.append(self.of.parts(name, self.strategies[name]))
-        self.pieces.append((True, self._numbers[kind]))
-        self.labels.append((name, phase))
+        return self._numbers[kind]
 
     def _node(self, call: Call) -> str:
         return next(self.program.held[name].value.node for name in call.outputs if name is not None)

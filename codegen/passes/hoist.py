@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hap.codegen.passes.windows import work_of
 from hap.codegen.program import Call, Instruction, Program
+from hap.hosts_sum import HOSTS_SUM
 
 
 def hoist_batch_sums(program: Program) -> Program:
@@ -30,7 +31,7 @@ def _needed(program: Program, part: Sequence[Instruction], given: set[str], room
     needs: dict[int, frozenset[int]] = {}  # number of such a call -> those that it needs, and itself
     found: frozenset[int] = frozenset()
     for position, instruction in enumerate(part):
-        if isinstance(instruction, Call):
+        if isinstance(instruction, Call) and instruction.op != HOSTS_SUM:
             names = [name for name in instruction.outputs if name is not None]
             follows = all(name in given or name in small for name in instruction.inputs)
             if follows and all(program.held[name].meta.nbytes <= room for name in names):

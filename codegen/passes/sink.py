@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hap.codegen.program import Call, Convert, Instruction, Program
+from hap.hosts_sum import HOSTS_SUM
 
 
 def sink_results(program: Program) -> Program:
@@ -33,8 +34,8 @@ def _sunk(part: Sequence[Instruction]) -> tuple[Instruction, ...]:
 
 
 def _need_a_conversion(part: Sequence[Instruction]) -> frozenset[int]:
-    """Numbers of the calls that read, through other calls, what a collective of the part makes, and little else: all
-    that they read was made by a conversion, by another such call, or outside the part."""
+    """Numbers of the calls, but sums over hosts, that read, through other calls, what a collective of the part makes,
+    and little else: all that they read was made by a conversion, by another such call, or outside the part."""
     converted: set[str] = set()
     made: set[str] = set()
     found: set[int] = set()
@@ -43,8 +44,10 @@ def _need_a_conversion(part: Sequence[Instruction]) -> frozenset[int]:
         match instruction:
             case Convert(kind=kind) if kind != "slice":
                 converted |= names
-            case Call(inputs=inputs) if any(i in converted for i in inputs) and all(
-                i in converted or i not in made for i in inputs
+            case Call(op=op, inputs=inputs) if (
+                op != HOSTS_SUM
+                and any(i in converted for i in inputs)
+                and all(i in converted or i not in made for i in inputs)
             ):
                 found.add(position)
                 converted |= names

@@ -36,6 +36,7 @@ _ALIASES = (
     "aten.expand.default",
     "aten.view.default",
 )
+_NEW = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": None}  # what they hold
 _NEUTRAL = {  # operator -> the second argument that changes nothing
     "aten.mul.Tensor": 1,
     "aten.mul.Scalar": 1,
@@ -91,6 +92,22 @@ def _resolved_slice(node: Node, shape: tuple[int, ...]) -> Node:
     dim %= len(shape)
     start, end, step = slice(start, end, step).indices(shape[dim])
     return replace(node, args=(node.args[0], dim, start, max(start, end), step))
+
+
+def spell_constants(graph: Graph) -> Graph:
+    """``new_zeros`` and its kin as ``full``: only their own size and dtype matter, and so their argument would be
+    resharded for nothing."""
+
+    def rule(node: Node, done: Rewritten) -> Node | None:
+        if node.op not in _NEW:
+            return None
+        value = _NEW[node.op]
+        if value is None:
+            value = node.args[2] if len(node.args) > 2 else node.kwarg("fill_value")
+        kwargs = (("dtype", node.meta.dtype),)
+        return replace(node, op="aten.full.default", args=(node.meta.shape, value), kwargs=kwargs)
+
+    return rewrite(graph, rule)
 
 
 def drop_identities(graph: Graph) -> Graph:
@@ -245,6 +262,7 @@ def rename_nodes(graph: Graph) -> Graph:
 
 PASSES: tuple[Pass, ...] = (
     spell_views,
+    spell_constants,
     drop_empty_pieces,
     drop_identities,
     compose_views,

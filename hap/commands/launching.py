@@ -65,10 +65,13 @@ def _planned(path: Path, cluster: ClusterSpec, host: str | None) -> tuple[Cluste
     """The part of the cluster that a plan is for, and what the environment says there. HapError for a host without any
     of its devices."""
     from hap.api import check_cluster, planned_part
-    from hap.plan import Plan
+    from hap.mesh_plan import MeshPlan, load_plan
     from hap.starting import visible
 
-    plan = Plan.load(path)
+    plan = load_plan(path)
+    if isinstance(plan, MeshPlan):
+        check_cluster(plan, cluster)
+        return cluster, {}
     part = planned_part(plan, cluster)
     check_cluster(plan, part)
     known, left = ([h.name for h in c.hosts] for c in (cluster, part))

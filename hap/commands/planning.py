@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hap.commands import shared
 from hap.commands.shared import Batch, ClusterOption, HuggingFace, Json, ModelArgument, PlanArgument, SequenceLength
-from hap.errors import HapError
+from hap.errors import HapError, InfeasibleError, PlanError
+
+if TYPE_CHECKING:
+    from hap.mesh_plan import MeshPlan
+    from hap.plan import Plan
 
 
 def plan(
@@ -31,6 +37,10 @@ def plan(
     leave_out: Annotated[
         bool, typer.Option("--leave-out", help="Leave out the slowest kinds of devices where that is faster.")
     ] = False,
+    mesh: Annotated[
+        Literal["flat", "hosts", "best"],
+        typer.Option(help="One axis over all devices; two, between hosts and inside each; or the faster of both."),
+    ] = "flat",
     profile: Annotated[
         Path | None, typer.Option(metavar="PROFILE.json", help="Speeds measured by hap profile on this cluster.")
     ] = None,
@@ -55,15 +65,21 @@ def plan(
     With --leave-out the plan is for fewer devices where a step is shorter without the slowest kinds; it then says which
     it leaves out, what a step of all would take, and how to start the job on the others.
 
+    With --mesh hosts the batch is dealt out between the hosts, and each host's part is planned for its devices: worth
+    its while where a batch has few samples for each device. --mesh best plans both and takes the faster.
+
     With --add, --without or --link nothing is written: the cluster is compared with what it would be, each change alone
     and all of them together, ranked by samples a second and, where hosts have a price_per_hour, by samples per money:
     hap plan --hf gpt2 -c cluster.yaml --add 8xA100-40GB@12.5 --without host3 --link left-right=25Gbit/s
     """
     changes = [*(("add", a) for a in add or ()), *(("without", w) for w in without or ())]
     changes += [("link", entry) for entry in link or ()]
-    if changes and (out, profile, budget_s, method, leave_out) != (None, None, None, "milp", False):
-        unfit = "--out, --profile, --budget-s, --method and --leave-out"
+    of_one_axis = (profile, budget_s, method, leave_out)
+    if changes and (out, mesh, *of_one_axis) != (None, "flat", None, None, "milp", False):
+        unfit = "--out, --mesh, --profile, --budget-s, --method and --leave-out"
         raise HapError(f"--add, --without and --link compare clusters; leave out {unfit}")
+    if mesh != "flat" and of_one_axis != (None, None, "milp", False):
+        raise HapError(f"--mesh {mesh} goes without --profile, --budget-s, --method and --leave-out")
     built = shared.build(model, hf, batch, seq)
     from hap import api
     from hap.cluster import ClusterSpec
@@ -76,25 +92,47 @@ def plan(
             ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort)
         shared.print_json(ranking.to_json()) if as_json else print(ranking)
         return
+    given: dict[str, Any] = {
+        "example_inputs": built.example_inputs,
+        "example_targets": built.example_targets,
+        "loss_fn": built.loss_fn,
+        "optimizer": optimizer,
+        "effort": effort,
+    }
+    flat = partial(api.plan, budget_s=budget_s, profile=profile, method=method, leave_out=leave_out)
+    doors: dict[str, list[Callable[..., Plan | MeshPlan]]] = {
+        "flat": [flat],
+        "hosts": [api.plan_mesh],
+        "best": [flat, api.plan_mesh],
+    }
     with shared.working("planning"):
-        found = api.plan(
-            built.model,
-            spec,
-            example_inputs=built.example_inputs,
-            example_targets=built.example_targets,
-            loss_fn=built.loss_fn,
-            optimizer=optimizer,
-            effort=effort,
-            budget_s=budget_s,
-            profile=profile,
-            method=method,
-            leave_out=leave_out,
-        )
+        found = _fastest([partial(door, built.model, spec, **given) for door in doors[mesh]])
+    from hap.mesh_plan import MeshPlan
+    from hap.report.mesh import summarize_mesh
     from hap.report.summary import summarize
 
     if out is not None:
         shared.write(out, found.to_json())
-    print(found.to_json() if as_json else summarize(found, api.planned_part(found, spec)), end="" if as_json else "\n")
+    if as_json:
+        print(found.to_json(), end="")
+    elif isinstance(found, MeshPlan):
+        print(summarize_mesh(found))
+    else:
+        print(summarize(found, api.planned_part(found, spec)))
+
+
+def _fastest(searches: Sequence[Callable[[], Plan | MeshPlan]]) -> Plan | MeshPlan:
+    """Of the plans that there are the one with the shortest step as run; the first one's refusal if there is none."""
+    found: list[Plan | MeshPlan] = []
+    refusals: list[HapError] = []
+    for search in searches:
+        try:
+            found.append(search())
+        except (InfeasibleError, PlanError) as e:
+            refusals.append(e)
+    if not found:
+        raise refusals[0]
+    return min(found, key=lambda plan: plan.predicted.as_run_s)
 
 
 def program(

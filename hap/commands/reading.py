@@ -37,11 +37,19 @@ def explain(
     With --node, name the plan's model as it was planned:
     hap explain gpt2.plan.json --hf gpt2 --batch 32 --seq 512 --node transformer.h.0.attn.c_attn.weight
     """
-    from hap.plan import Plan
+    from hap.errors import PlanError
+    from hap.mesh_plan import MeshPlan, load_plan
     from hap.report.explain import explain, paragraph
     from hap.report.facts import Facts
+    from hap.report.mesh import mesh_to_json, summarize_mesh
 
-    loaded = Plan.load(plan)
+    either = load_plan(plan)
+    if isinstance(either, MeshPlan):
+        if node is not None:
+            raise PlanError("--node asks about a plan of one axis, and this one is of two")
+        shared.print_json(mesh_to_json(either)) if as_json else print(summarize_mesh(either))
+        return
+    loaded = either
     if node is not None:
         _explain_node(loaded, shared.build(model, hf, batch, seq), node, as_json)
     elif as_json:

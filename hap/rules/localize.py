@@ -101,7 +101,8 @@ def _edited(call: Call, row: Row, strategy: Strategy, shard: Shard | None) -> Ar
             case Place(where):
                 piece = strategy.outputs[0]
                 assert isinstance(piece, Shard), f"{call.node.op}: {row} places an output that is not sharded"
-                put(where, (piece.dim, piece.outer, piece.n, piece.unit, LocalStart(piece.group, 1)))
+                before = args[where] or ()  # which piece of a whole this call's own whole is
+                put(where, (*before, piece.dim, piece.outer, piece.n, piece.unit, LocalStart(piece.group, 1)))
             case Scale(where):
                 assert shard is not None, f"{call.node.op}: {row} scales without a sharded dim"
                 old = args[where] if isinstance(where, int) else kwargs[where]

@@ -16,8 +16,8 @@ and ``a*o * n * b*u`` is the dim's size. Examples:
 
 *Edits* name the literals that become local: ``Shape(arg, output)`` replaces a size list by the local shape of an
 output, ``Scale(arg)`` replaces a number (or each of a list) that counts whole atoms, ``k * n``, by ``k * sizes[rank]``.
-``Place(arg)`` tells an operator which piece of the whole it works on. ``arg`` is a position in ``args`` or a key of
-``kwargs``.
+``Place(arg)`` tells an operator which piece it works on, of the whole or of the piece that the argument says already.
+``arg`` is a position in ``args`` or a key of ``kwargs``.
 """
 
 from __future__ import annotations

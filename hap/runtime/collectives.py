@@ -177,6 +177,9 @@ class Communicator:
         found, pending.transfer = pending.transfer, None
         return found.unpack()
 
+    def finish(self) -> None:
+        """Wait for what a step leaves under way until its end: here, nothing."""
+
     def agree(self, what: str, mine: Any) -> None:
         """Raise ProgramError on every rank, naming the first rank whose ``mine`` differs from rank 0's. Collective."""
         found = self.gather_objects(mine)

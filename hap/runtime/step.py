@@ -76,6 +76,7 @@ class Step:
         """Gradient of this rank's share of each trainable parameter, each in memory of its own."""
         with self._uncast():
             gradients: dict[str, torch.Tensor] = self.backward_module(self.comm, saved, tangent)
+        self.comm.finish()
         if self._shared is None:
             self._shared = _not_alone(gradients)
         for name in self._shared:

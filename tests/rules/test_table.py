@@ -153,6 +153,8 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     ("hap.batch_norm_backward.default", (X, X, ROW, ROW, None, ROW, ROW)),
     ("hap.dropout.default", (IMAGE, integers(), 0.3, 2, None)),
     ("hap.dropout.default", (meta(12), integers(), 0.5, 0, None)),
+    ("hap.hosts_sum.default", (IMAGE, 3, 2, 4)),
+    ("hap.hosts_sum.default", (meta(), 0, 2, 1)),
     ("aten.native_group_norm.default", (IMAGE, meta(4), meta(4), 6, 4, 16, 2, 1e-5)),
     (
         "aten.native_group_norm_backward.default",

@@ -1,0 +1,29 @@
+"""``hap.hosts_sum``: a tensor summed over the hosts of a mesh of two axes, where each host has a part of the batch.
+
+``hap.hosts_sum.default(x, site, hosts, ranks)``: ``site`` numbers the sums of one program, ``hosts`` is how many take
+part, ``ranks`` how many ranks this host has. Inside the host x lies whole on every rank, or as one shard on each; so
+does the sum. Ranks call their communicator for it (``hap.runtime.hosts``); the function here is the operator where
+there is one host, by which its rule is proved.
+
+**Bytes** that pass the way out of each host, and as many the way in: of a tensor of W bytes dealt out inside, every
+host sends what it holds of the others' parts and then its own summed part to each of them, ``2 (H - 1) / H * W`` in
+all, as in a reduce-scatter and an all-gather. Where the host's k ranks hold the whole, each of them gets every sum:
+``(1 + k) (H - 1) / H * W``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+HOSTS_SUM = "hap.hosts_sum.default"
+SITE = 1  # the position of ``site``
+
+
+def hosts_sum(x: torch.Tensor, site: int, hosts: int, ranks: int) -> torch.Tensor:
+    """The sum over one host: x, in memory of its own."""
+    return x.clone()
+
+
+def outward_bytes(nbytes: int, hosts: int, copies: int) -> int:
+    """Of a tensor of ``nbytes`` that ``copies`` ranks of each host hold whole (1: that is dealt out)."""
+    return (1 + copies) * nbytes * (hosts - 1) // hosts

@@ -1,0 +1,115 @@
+"""The doors of a mesh of two axes: ``plan_mesh`` (offline), and what ``hap.compile`` does with such a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hap.capture.inputs import step_inputs
+from hap.cluster import ClusterSpec
+from hap.codegen.layout import Layout
+from hap.codegen.lowering import lower
+from hap.codegen.passes.runner import Outcome, run_passes
+from hap.codegen.program import Call, Program, gradients_alone
+from hap.errors import PlanError
+from hap.graph import Graph
+from hap.hosts_sum import HOSTS_SUM, SITE
+from hap.mesh_plan import MeshPlan
+from hap.placement import Shard
+from hap.plan import Strategy
+from hap.rules.host_graph import host_graph, summed
+from hap.runtime.collectives import Communicator
+from hap.runtime.hosts import HostCommunicator
+from hap.runtime.mesh import MeshProgram, dealt_to_hosts
+from hap.runtime.ragged import Site
+from hap.search.judge import default_passes
+
+
+def check_mesh_plan(plan: MeshPlan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
+    """PlanError unless the plan was made for this model, this cluster and this many ranks."""
+    made_for = plan.provenance
+    if made_for.model_fingerprint != graph.fingerprint:
+        raise PlanError(
+            f"the plan is for model {made_for.model!r} with other shapes or operators than this {graph.name!r} "
+            f"({made_for.model_fingerprint[:12]}, not {graph.fingerprint[:12]}); plan again"
+        )
+    if set(plan.between) != set(graph.by_name):
+        raise PlanError("the plan between hosts has not the nodes of this model; plan again")
+    if cluster is not None and made_for.cluster_fingerprint != cluster.fingerprint:
+        raise PlanError(
+            f"the plan is for cluster {made_for.cluster!r} ({made_for.cluster_fingerprint[:12]}), "
+            f"not for this {cluster.name!r} ({cluster.fingerprint[:12]}); plan again"
+        )
+    if plan.world_size != world_size:
+        raise PlanError(f"the plan is for {plan.world_size} ranks, this job has {world_size}")
+
+
+def strategies_between(plan: MeshPlan) -> dict[str, Strategy]:
+    return {name: Strategy.parse(text) for name, text in plan.between.items()}
+
+
+def graph_of(graph: Graph, plan: MeshPlan, host: int) -> Graph:
+    """The step of one host."""
+    return host_graph(graph, strategies_between(plan), plan.sizes, host, plan.hosts[host].ranks)
+
+
+def program_of(graph: Graph, plan: MeshPlan, host: int, passes_off: Sequence[str] = ()) -> Outcome:
+    """The program of one host's ranks, after its passes. PlanError where the plan is unsound.
+
+    Hosts must make their sums in one order, whatever each one's user reads when: so the loss is never late.
+    """
+    program = lower(graph_of(graph, plan, host), plan.inside_of(host))
+    outcome = run_passes(program, default_passes(program, None), off=passes_off)
+    return replace(outcome, stages=(*outcome.stages[:-1], replace(outcome.program, loss_may_be_late=False)))
+
+
+def sites_of(graph: Graph, plan: MeshPlan, host: int) -> tuple[Site, ...]:
+    """The tensors that are summed over hosts, as each host's plan has them lie."""
+    found = []
+    for node in summed(graph_of(graph, plan, host)):
+        layouts = []
+        for number in range(len(plan.hosts)):
+            inside = plan.inside_of(number)
+            placement = inside.strategy(node.name).inputs[0]
+            layouts.append(Layout.of(placement, inside.sizes) if isinstance(placement, Shard) else None)
+        found.append(Site(node.meta.shape, tuple(layouts)))
+    return tuple(found)
+
+
+def sums_in_order(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sites in the program's order; those of gradients that nothing reads before the step ends."""
+    calls = [i for i in (*program.forward, *program.backward) if isinstance(i, Call) and i.op == HOSTS_SUM]
+    alone = gradients_alone(program)
+    late = [c for c in calls if c.outputs[0] in alone]
+    return tuple(c.args[SITE] for c in calls), tuple(c.args[SITE] for c in late)
+
+
+def host_program(
+    graph: Graph, plan: MeshPlan, rank: int, passes_off: Sequence[str] = ()
+) -> tuple[Outcome, tuple[Site, ...]]:
+    """What ``rank`` runs, and the tensors that are summed over hosts. PlanError where the plan is unsound."""
+    host, _ = plan.host_of(rank)
+    return program_of(graph, plan, host, passes_off), sites_of(graph, plan, host)
+
+
+def mesh_program(
+    graph: Graph,
+    plan: MeshPlan,
+    outcome: Outcome,
+    sites: Sequence[Site],
+    world: Communicator,
+    model: torch.nn.Module,
+    example_inputs: Any,
+    example_targets: Any,
+) -> MeshProgram:
+    """This rank's program as a module. Collective. ProgramError if hosts would make their sums in different orders."""
+    order, late = sums_in_order(outcome.program)
+    world.agree("the order of the sums over hosts", order)
+    everywhere = frozenset.intersection(*map(frozenset, world.gather_objects(late)))
+    later = [site for site in late if site in everywhere]
+    comm = HostCommunicator(world.group, [h.ranks for h in plan.hosts], sites, world.device, later=later)
+    dealt = dealt_to_hosts(graph, strategies_between(plan), plan, step_inputs(example_inputs, example_targets))
+    return MeshProgram(outcome.program, plan, comm, model, example_inputs, example_targets, dealt, outcome.changes)

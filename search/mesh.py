@@ -1,0 +1,243 @@
+"""``plan_mesh``: a mesh of two axes. Between the hosts the batch is dealt out, inside each host everything is searched.
+
+1. *Between.* The batch is dealt out to hosts in proportion to the speed of their devices, with whole parameters; every
+   other placement follows (``hap.rules.host_graph.deal_batch``).
+2. *Inside.* Each host's part of the step is a graph of its own, in which sums over hosts are calls that take what the
+   wire takes; ``plan_graph`` plans it on the host's devices. Hosts with equal devices and parts share a plan.
+3. *Again.* A host's step without the sums says how fast it is with the strategies that were found: the batch is dealt
+   out in proportion to that, while the slowest host gets faster.
+
+The sums take what the slowest way out or in of any host allows, as all wait for each other. No bound of one axis goes
+for two; ``arithmetic_s`` does: for weights w >= 0 of the devices that sum to 1, a step takes at least the sum over its
+calls of ``flops * min_d (w[d] / rate[d])``, however they are dealt out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from hap.cluster import ClusterSpec
+from hap.cost_models.compute import DEFAULT_MODEL, node_seconds
+from hap.cost_models.work import OpClass, node_work
+from hap.errors import InfeasibleError, PlanError
+from hap.graph import Graph
+from hap.hosts import DuplexSpec, HostSpec
+from hap.mesh_plan import BATCH, HostPart, MeshPlan, MeshPrediction, verify_mesh_plan
+from hap.placement import Placement, Shard, Sizes
+from hap.plan import GroupPlan, Plan, Strategy
+from hap.rules.choices import Choices, choices
+from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
+from hap.search.limits import Effort
+from hap.search.planner import plan_graph
+from hap.search.rounding import round_shares
+from hap.units import format_rate, format_time
+
+ROUNDS = 3  # in which the batch is dealt out anew
+LESS = 0.8  # of a part that does not fit
+
+
+def plan_mesh(
+    possible: Choices, cluster: ClusterSpec, *, optimizer: str = "adamw", effort: Effort = "normal"
+) -> MeshPlan:
+    """The best plan found for one training step on ``cluster``'s hosts and, inside each, its devices.
+
+    PlanError: there is one host, the batch has less than one sample for each, or the step needs more between hosts than
+    sums. InfeasibleError if a host's part fits in no way. Deterministic, as ``plan_graph`` is.
+    """
+    return _Mesh(possible, cluster, optimizer, effort).run()
+
+
+@dataclass(frozen=True)
+class _Dealt:
+    """One way to deal the batch out: every host's plan, its step, and what of it are sums over hosts."""
+
+    batches: Sizes
+    plans: tuple[Plan, ...]
+    step_s: tuple[float, ...]
+    sums_s: tuple[float, ...]
+
+    @property
+    def as_run_s(self) -> float:
+        return max(plan.predicted.as_run_s for plan in self.plans)
+
+    def rates(self) -> list[float]:
+        """Samples a second of each host, sums over hosts left out."""
+        alone = [max(step - sums, 1e-12) for step, sums in zip(self.step_s, self.sums_s, strict=True)]
+        return [batch / s for batch, s in zip(self.batches, alone, strict=True)]
+
+
+@dataclass
+class _Mesh:
+    possible: Choices
+    cluster: ClusterSpec
+    optimizer: str
+    effort: Effort
+    _plans: dict[object, tuple[Plan, float] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.cluster.hosts) < 2:
+            raise PlanError(f"cluster {self.cluster.name!r} has one host: there is no second axis, between hosts")
+        if type(self.cluster) is not ClusterSpec:
+            raise PlanError("a mesh of two axes is planned by descriptions; give no profile")
+
+    @property
+    def graph(self) -> Graph:
+        return self.possible.graph
+
+    def run(self) -> MeshPlan:
+        best = self._deal(_speeds(self.graph, self.cluster))
+        for _ in range(ROUNDS):
+            found = self._deal(best.rates())
+            if found.as_run_s >= best.as_run_s:
+                break
+            best = found
+        return self._assemble(best)
+
+    @cached_property
+    def strategies(self) -> dict[str, Strategy]:
+        """Between the hosts."""
+        return {name: _of_batch(strategy) for name, strategy in deal_batch(self.possible).items()}
+
+    def _deal(self, rates: Sequence[float]) -> _Dealt:
+        """The batch in proportion to ``rates``; a host in which its part does not fit gets less."""
+        batch, hosts = batch_group(self.possible).n, self.cluster.hosts
+        most = [batch] * len(hosts)
+        while True:
+            if sum(most) < batch:
+                raise InfeasibleError(f"of a batch of {batch}, {_listed(hosts, most)} at most fit in their memory")
+            batches = round_shares(rates, batch, most)
+            if 0 in batches:
+                name = hosts[batches.index(0)].name
+                raise PlanError(
+                    f"of a batch of {batch} host {name!r} would get nothing: leave it out, or give a larger batch"
+                )
+            found = [self._inside(h, batches) for h in range(len(hosts))]
+            plans = tuple(f[0] for f in found if f is not None)
+            if len(plans) == len(hosts):
+                sums_s = tuple(f[1] for f in found if f is not None)
+                return _Dealt(batches, plans, tuple(p.predicted.step_s for p in plans), sums_s)
+            for host, inside in enumerate(found):
+                if inside is None:
+                    most[host] = min(batches[host] - 1, int(batches[host] * LESS))
+
+    def _inside(self, host: int, batches: Sizes) -> tuple[Plan, float] | None:
+        """A host's plan for its part, and the seconds of the sums over hosts in it; None if it does not fit."""
+        spec = self.cluster.hosts[host]
+        key = (spec.model_dump_json(include={"devices", "link"}), batches[host])
+        if key not in self._plans:
+            graph = host_graph(self.graph, self.strategies, {BATCH: batches}, host, spec.size)
+            part = ClusterSpec(
+                name=f"{self.cluster.name}/{spec.name}",
+                backend=self.cluster.backend,
+                hosts=(spec.model_copy(update={"network": self.network}),),
+            )
+            try:
+                plan = plan_graph(choices(graph), part, optimizer=self.optimizer, effort=self.effort)
+            except InfeasibleError as e:
+                if batches[host] == 1:
+                    raise InfeasibleError(f"host {spec.name!r} with one sample of the batch: {e}") from None
+                self._plans[key] = None
+                return None
+            self._plans[key] = plan, _sums_s(graph, plan, part)
+        return self._plans[key]
+
+    @cached_property
+    def network(self) -> DuplexSpec:
+        """What every host's sums go by: the least of all ways out and in, and the longest latency. What a pair's own
+        link lets through is one of H - 1 parts of what a host sends."""
+        networks = [h.network for h in self.cluster.hosts if h.network is not None]
+        ups, downs = zip(*((n.duplex.up_bytes_per_s, n.duplex.down_bytes_per_s) for n in networks), strict=True)
+        others = len(self.cluster.hosts) - 1
+        links = [link.bandwidth * others for link in self.cluster.links if link.bandwidth is not None]
+        waits = [n.latency for n in networks] + [p.latency for p in self.cluster.links if p.latency is not None]
+        up, down = min(*ups, *links), min(*downs, *links)
+        given = {"up": format_rate(up), "down": format_rate(down), "latency": format_time(max(waits))}
+        return DuplexSpec.model_validate(given)
+
+    def _assemble(self, dealt: _Dealt) -> MeshPlan:
+        plans = list(dict.fromkeys(id(p) for p in dealt.plans))
+        inside = [next(p for p in dealt.plans if id(p) == i) for i in plans]
+        batch, whole = batch_group(self.possible), inside[0].provenance
+        made = whole.model_copy(
+            update={
+                "model_fingerprint": self.graph.fingerprint,
+                "cluster": self.cluster.name,
+                "cluster_fingerprint": self.cluster.fingerprint,
+                "world_size": self.cluster.world_size,
+                "solver": {},
+            }
+        )
+        found = MeshPlan(
+            provenance=made,
+            hosts=tuple(
+                HostPart(name=spec.name, ranks=spec.size, batch=batch, inside=plans.index(id(plan)))
+                for spec, batch, plan in zip(self.cluster.hosts, dealt.batches, dealt.plans, strict=True)
+            ),
+            batch=GroupPlan(n=batch.n, label=batch.label, sizes=dealt.batches),
+            between={name: str(strategy) for name, strategy in self.strategies.items()},
+            inside=tuple(inside),
+            predicted=MeshPrediction(
+                step_s=max(dealt.step_s),
+                overlapped_s=dealt.as_run_s,
+                sums_s=max(dealt.sums_s),
+                arithmetic_s=arithmetic_s(self.graph, self.cluster),
+            ),
+        )
+        verify_mesh_plan(found)
+        return found
+
+
+def _of_batch(strategy: Strategy) -> Strategy:
+    """The strategy with all that it shards in the group ``BATCH``."""
+    inputs, outputs = ([_named(p) for p in side] for side in (strategy.inputs, strategy.outputs))
+    return Strategy(tuple(p for p in inputs if p is not None), tuple(outputs))
+
+
+def _named(placement: Placement | None) -> Placement | None:
+    return replace(placement, group=BATCH) if isinstance(placement, Shard) else placement
+
+
+def _listed(hosts: Sequence[HostSpec], most: Sequence[int]) -> str:
+    return ", ".join(f"{count} on {host.name!r}" for host, count in zip(hosts, most, strict=True))
+
+
+def _speeds(graph: Graph, cluster: ClusterSpec) -> list[float]:
+    """Of each host: steps a second, if its devices' arithmetic were all."""
+    alone = _alone_s(graph, cluster)
+    by_host = [sum(1 / alone[d.rank] for d in cluster.devices if d.host == h.name) for h in cluster.hosts]
+    return by_host
+
+
+def _sums_s(graph: Graph, plan: Plan, part: ClusterSpec) -> float:
+    """Seconds of the sums over hosts in one host's step."""
+    device = part.devices[0]
+    found = (node_seconds(graph, n, plan.strategy(n.name), plan.sizes, device, 0) for n in summed(graph))
+    return sum(found)
+
+
+def arithmetic_s(graph: Graph, cluster: ClusterSpec) -> float:
+    """See the module docstring; the weights are in proportion to each device's speed."""
+    work = _arithmetic(graph, cluster)
+    alone = _alone_s(graph, cluster)
+    total = sum(1 / s for s in alone)
+    return sum(flops * min(1 / s / total / rate for s, rate in zip(alone, rates, strict=True)) for flops, rates in work)
+
+
+def _alone_s(graph: Graph, cluster: ClusterSpec) -> list[float]:
+    """Seconds of all arithmetic on each device alone."""
+    work = _arithmetic(graph, cluster)
+    return [max(1e-12, sum(flops / rates[d.rank] for flops, rates in work)) for d in cluster.devices]
+
+
+def _arithmetic(graph: Graph, cluster: ClusterSpec) -> list[tuple[float, list[float]]]:
+    """Of each kind of arithmetic: the operations of a step, and how many a second each device does."""
+    flops: dict[tuple[OpClass, torch.dtype], float] = {}
+    for node in graph.nodes:
+        work = node_work(graph, node)
+        if work.flops:
+            flops[work.op_class, work.dtype] = flops.get((work.op_class, work.dtype), 0.0) + work.flops
+    return [(f, [DEFAULT_MODEL.flops_per_s(d, *kind) for d in cluster.devices]) for kind, f in flops.items()]

@@ -214,7 +214,7 @@ class _Writer:
 
     def instruction(self, instruction: Instruction, place: str, phase: Phase) -> None:
         match instruction:
-            case Call(op=op, outputs=(output,)) if op == HOSTS_SUM and output in self.handed_out:
+            case Call(op=op, outputs=(str() as output,)) if op == HOSTS_SUM and output in self.handed_out:
                 self._sum(output)
             case Call():
                 self._call(self._product(instruction) if instruction.op in _FOLDED else self._node(instruction), phase)

@@ -1,0 +1,212 @@
+"""A mesh of two axes on real ranks: unequal hosts, each with a plan of its own, against one device in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hap
+from benchmarks.zoo_models import find
+from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
+from hap.capture import capture
+from hap.errors import PlanError, ProgramError
+from hap.mesh_plan import MeshPlan, parse_plan
+from hap.runtime.mesh import MeshProgram
+from tests._support import gpt2
+from tests._support.mesh import make_mesh
+from tests._support.ranks import run_ranks
+
+TOLERANCE, SEED = 1e-10, 7
+CLUSTER = """
+name: lab
+backend: gloo
+hosts:
+  - name: big
+    devices: [{name: cpu, count: 2, tflops: {float32: 0.04, float64: 0.02}, memory: 4GB, memory_bandwidth: 10GB/s}]
+    link: {bandwidth: 5GB/s, latency: 20us}
+    network: {bandwidth: 1Gbit/s, latency: 100us}
+  - name: small
+    devices: [{name: cpu, tflops: {float32: 0.02, float64: 0.01}, memory: 4GB, memory_bandwidth: 10GB/s}]
+    network: {bandwidth: 1Gbit/s, latency: 100us}
+"""
+
+
+def lm(model: nn.Module, plan: MeshPlan) -> MeshProgram:
+    given = {"example_inputs": (gpt2.batch(),), "example_targets": gpt2.batch(), "loss_fn": gpt2.lm_loss}
+    return hap.compile(model, plan=plan, **given)  # type: ignore[arg-type, return-value]
+
+
+def zoo_step(rank: int, name: str, text: str) -> tuple[Any, Any, Any]:
+    case = find(name).build("small")
+    plan = parse_plan(text)
+    given = {"example_inputs": case.inputs, "example_targets": case.targets, "loss_fn": case.loss_fn}
+    program = hap.compile(case.model, plan=plan, **given)  # type: ignore[arg-type]
+    program.dropout_seed = SEED
+    batch, targets = program.shard_batch(case.inputs, case.targets)
+    loss = program(**batch, targets=targets) if isinstance(batch, dict) else program(batch, targets=targets)
+    loss.backward()
+    stored = program.state_dict()
+    buffers = {n: stored[n] for n, _ in case.model.named_buffers() if n in stored}
+    found = loss.detach().numpy(), program.full_gradients(), buffers
+    return found[0], *({k: v.numpy() for k, v in part.items()} for part in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "batches", "seed"),
+    [
+        ("gpt2", (2, 1), (5, 2), None),
+        ("gpt2", (1, 2), (3, 4), 1),
+        ("hap_bert_moe", (2, 2), (3, 5), 2),
+        ("resnet50", (3, 1), (6, 2), 3),
+        ("lstm", (1, 1, 2), (2, 2, 3), 4),
+    ],
+)
+def test_loss_gradients_and_buffers_are_one_devices(name, ranks, batches, seed):
+    case = find(name).build("small")
+    graph = capture(case.model, case.inputs, loss_fn=case.loss_fn, example_targets=case.targets, name=name)
+    size = next(n.meta.shape[0] for n in graph.sources("input") if n.meta.shape)
+    batches = (*batches[:-1], size - sum(batches[:-1]))
+    plan = make_mesh(graph, ranks, batches, seed)
+    expected = one_device(case, SEED)
+    for loss, gradients, buffers in run_ranks(sum(ranks), zoo_step, name, plan.to_json()):
+        parts = ({k: torch.from_numpy(v) for k, v in part.items()} for part in (gradients, buffers))
+        error, where = worst_error(Outcome(torch.as_tensor(loss), *parts), expected)
+        assert error <= TOLERANCE, where
+
+
+def train(rank: int, text: str, steps: int) -> list[float]:
+    """Losses of a run that is clipped, and of one step after its state went through the model."""
+    plan = parse_plan(text)
+    assert isinstance(plan, MeshPlan)
+    program = lm(gpt2.build(seed=rank), plan)  # rank 0's values count
+    assert program.mesh_plan == plan
+    losses = descend(program, program.shard_batch, steps)
+    model = gpt2.build(seed=rank + 10)
+    model.load_state_dict(program.state_dict())
+    again = lm(model, plan)
+    again.load_state_dict(program.state_dict())
+    return losses + descend(again, again.shard_batch, 1)
+
+
+def descend(program: Any, deal: Any, steps: int) -> list[float]:
+    optimizer, losses = torch.optim.SGD(program.parameters(), lr=0.5), []
+    for step in range(steps):
+        inputs, targets = deal((gpt2.batch(step),), gpt2.batch(step))
+        logits_or_loss = program(*inputs, targets=targets) if targets is not None else program(*inputs)
+        logits_or_loss.backward()
+        clip = getattr(program, "clip_grad_norm_", None)
+        norm = clip(0.5) if clip else torch.nn.utils.clip_grad_norm_(program.parameters(), 0.5)
+        losses += [float(logits_or_loss.detach()), float(norm)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return gpt2.lm_loss(self.model(ids), targets)
+
+
+def test_training_with_clipping_is_one_devices_and_state_goes_out_and_in():
+    plan = make_mesh(gpt2.graph(), (2, 1), (5, 3))
+    alone = WithLoss(gpt2.build(seed=0))
+    expected = descend(alone, lambda batch, targets: (batch, targets), 3)
+    expected += descend(copy.deepcopy(alone), lambda batch, targets: (batch, targets), 1)
+    for losses in run_ranks(3, train, plan.to_json(), 3):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-9, atol=1e-10)
+
+
+def deal(rank: int, text: str) -> tuple[list[list[int]], list[int]]:
+    """Rows that a sampler gives this rank; what ``shard_batch`` gives it of the numbers of the rows."""
+    program = lm(gpt2.build(), parse_plan(text))  # type: ignore[arg-type]
+    data = TensorDataset(torch.arange(20))
+    sampler = program.batch_sampler(len(data), shuffle=False)
+    rows = [batch[0].tolist() for batch in DataLoader(data, batch_sampler=sampler)]
+    numbers = torch.arange(8).reshape(8, 1).expand(8, gpt2.LENGTH).contiguous()
+    inputs, _ = program.shard_batch((numbers,), numbers)
+    return rows, inputs[0][:, 0].tolist()
+
+
+def test_samplers_and_batches_deal_each_row_once_in_the_hosts_parts():
+    plan = make_mesh(gpt2.graph(), (2, 1), (5, 3))
+    found = run_ranks(3, deal, plan.to_json())
+    for number in range(2):  # of 20 rows the last 4 make no batch
+        rows = [rank_rows[number] for rank_rows, _ in found]
+        assert sorted(row for mine in rows for row in mine) == list(range(8 * number, 8 * number + 8))
+        assert len(rows[2]) == 3
+    assert [number for _, numbers in found for number in numbers] == list(range(8))
+
+
+def refusals(rank: int, text: str) -> list[str]:
+    plan = parse_plan(text)
+    assert isinstance(plan, MeshPlan)
+    program = lm(gpt2.build(), plan)
+    said = []
+    for what in (
+        lambda: program.shard_batch((gpt2.batch(size=6),), gpt2.batch(size=6)),
+        lambda: program.batch_sampler(20, drop_last=False),
+        lambda: program.eval()(*program.shard_batch((gpt2.batch(),), gpt2.batch())[0]),
+        lambda: hap.compile(
+            gpt2.build(),
+            hap.ClusterSpec.from_yaml(CLUSTER),
+            plan=plan,
+            example_inputs=(gpt2.batch(),),
+            example_targets=gpt2.batch(),
+            loss_fn=gpt2.lm_loss,
+        ),
+        lambda: hap.compile(
+            gpt2.build(),
+            plan=plan,
+            example_inputs=(gpt2.batch(size=6),),
+            example_targets=gpt2.batch(size=6),
+            loss_fn=gpt2.lm_loss,
+        ),
+    ):
+        with pytest.raises((PlanError, ProgramError)) as caught:
+            what()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_such_a_program_cannot_is_refused_in_one_line_on_every_rank():
+    plan = make_mesh(gpt2.graph(), (2, 1), (5, 3))
+    for said in run_ranks(3, refusals, plan.to_json()):
+        assert "the global batch is (8, 10), got (6, 10)" in said[0]
+        assert "takes batches of 8" in said[1]
+        assert "planned for" in said[2]
+        assert "is for cluster 'test'" in said[3]
+        assert "other shapes or operators" in said[4]
+        assert all("\n" not in line for line in said)
+
+
+def searched(rank: int) -> tuple[float, float]:
+    cluster = hap.ClusterSpec.from_yaml(CLUSTER)
+    given = {"example_inputs": (gpt2.batch(),), "example_targets": gpt2.batch(), "loss_fn": gpt2.lm_loss}
+    plan = hap.plan_mesh(gpt2.build(), cluster, **given)  # type: ignore[arg-type]
+    program = hap.compile(gpt2.build(), cluster, plan=plan, **given)  # type: ignore[arg-type]
+    assert isinstance(program, MeshProgram)
+    inputs, targets = program.shard_batch((gpt2.batch(),), gpt2.batch())
+    loss = program(*inputs, targets=targets)
+    loss.backward()
+    alone = gpt2.build()
+    expected = gpt2.lm_loss(alone(gpt2.batch()), gpt2.batch())
+    expected.backward()
+    whole = program.full_gradients()
+    errors = [(whole[name] - p.grad).abs().max() / p.grad.abs().max() for name, p in alone.named_parameters()]
+    dist.barrier()
+    return abs(float(loss.detach() - expected)), float(max(errors))
+
+
+def test_a_searched_plan_runs_as_any_other():
+    for loss_error, gradient_error in run_ranks(3, searched):
+        assert loss_error <= TOLERANCE and gradient_error <= TOLERANCE

@@ -97,13 +97,13 @@ def cluster(name: str) -> ClusterSpec:
 def captured(model: str, devices: int) -> Graph:
     """The model's step; a model of the zoo with ``PER_DEVICE`` samples for each device."""
     if model in LLAMAS:
-        return _graph(model, LLAMAS[model].build(), lambda tree: tree)
+        return of_graph(model, LLAMAS[model].build())
     case, batch = find(model).build("real"), PER_DEVICE[model] * devices
     old = next(iter(_tensors(case.inputs))).shape[0]
-    return _graph(model, case, lambda tree: _resized(tree, old, batch))
+    return of_graph(model, case, lambda tree: _resized(tree, old, batch))
 
 
-def _graph(name: str, case: Case, resize: Callable[[Any], Any]) -> Graph:
+def of_graph(name: str, case: Case, resize: Callable[[Any], Any] = lambda tree: tree) -> Graph:
     inputs, targets = resize(case.inputs), resize(case.targets)
     return capture(case.model, inputs, loss_fn=case.loss_fn, example_targets=targets, name=name)
 

@@ -3,13 +3,15 @@
 The file holds the group sizes as tuples (``BATCH = (5, 2, 1)``), tables of parameters, buffers and inputs with their
 global shapes and layouts, ``forward(p, x, comm)`` and ``backward(saved, tangent, comm)`` grouped by the user's modules
 with local shapes at line ends (``10*BATCH`` is ten times this rank's entry of ``BATCH``), and a ``main`` that runs one
-step on random numbers under ``torchrun``. The text is deterministic and left alone by black and ruff.
+step on random numbers under ``torchrun``; but for the program of one host of a mesh of two axes, which cannot run
+alone. The text is deterministic and left alone by black and ruff.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -36,6 +38,14 @@ from hap.ops import resolve
 from hap.placement import LocalSize, LocalStart, Partial, Shard
 from hap.plan import Plan
 
+_MAIN = (
+    "",
+    "",
+    'if __name__ == "__main__":',
+    f"{INDENT}from hap.runtime.standalone import main",
+    "",
+    f"{INDENT}main(globals())",
+)
 _LOCAL = {"parameter": "p", "buffer": "p", "constant": "p", "input": "x"}
 
 
@@ -63,14 +73,15 @@ class _File:
             *self.tables(),
             *self.forward(),
             *self.backward(),
-            "",
-            "",
-            'if __name__ == "__main__":',
-            f"{INDENT}from hap.runtime.standalone import main",
-            "",
-            f"{INDENT}main(globals())",
+            *([] if self.is_of_a_host else _MAIN),
         ]
         return "\n".join(lines) + "\n"
+
+    @cached_property
+    def is_of_a_host(self) -> bool:
+        """Whether this is the program of one host among others: alone it cannot run."""
+        calls = (*self.program.forward, *self.program.backward)
+        return any(isinstance(i, Call) and i.op == HOSTS_SUM for i in calls)
 
     def header(self) -> list[str]:
         made_for, predicted = self.plan.provenance, self.plan.predicted
@@ -79,7 +90,9 @@ class _File:
             f"model        {made_for.model_fingerprint}",
             f"predicted    {predicted.step_s * 1e3:.4g} ms a step, of it {predicted.communication_s * 1e3:.4g} ms "
             "communication",
-            f"run          torchrun --nproc-per-node {self.program.world_size} THIS_FILE",
+            "run          by hap.compile: over_hosts sums what this host and the others have"
+            if self.is_of_a_host
+            else f"run          torchrun --nproc-per-node {self.program.world_size} THIS_FILE",
         ]
         first = f"{self.program.name} on {made_for.cluster}: the training step, written by HAP {made_for.hap_version}."
         wrapped = textwrap.wrap(first, WIDTH - 4) or [""]

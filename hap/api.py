@@ -27,7 +27,7 @@ from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.cost_models.timeline import Timeline
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
-from hap.mesh import check_mesh_plan, host_program, mesh_program
+from hap.mesh import check_mesh_plan, host_program, host_source, mesh_program
 from hap.mesh_plan import MeshPlan, load_plan, parse_plan
 from hap.plan import Plan
 from hap.recompile import Recompiler
@@ -98,15 +98,17 @@ def plan_mesh(
     loss_fn: LossFn | None = None,
     optimizer: str = "adamw",
     effort: Effort = "normal",
+    leave_out: bool = False,
 ) -> MeshPlan:
     """As ``plan``, on a mesh of two axes: the batch is dealt out between hosts, and each host's part is planned for its
     devices (``hap.search.mesh``). Worth its while where a batch has few samples for each device, or a host's devices
-    together hold what one cannot. ``compile`` takes the plan, or the file it was saved to.
+    together hold what one cannot. ``leave_out``: hosts with the slowest networks may be left out. ``compile`` takes the
+    plan, or the file it was saved to.
 
     PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
-    return search_mesh(choices(graph), _cluster(cluster), optimizer=optimizer, effort=effort)
+    return search_mesh(choices(graph), _cluster(cluster), optimizer=optimizer, effort=effort, leave_out=leave_out)
 
 
 def compile(
@@ -184,15 +186,21 @@ def compile(
 
 def python_source(
     model: torch.nn.Module,
-    plan: Plan,
+    plan: Plan | MeshPlan,
     *,
+    host: str | None = None,
     example_inputs: Any,
     example_targets: Any = None,
     loss_fn: LossFn | None = None,
     outputs: Sequence[str] = (),
 ) -> str:
-    """The program of ``plan`` as one Python file that runs under torchrun. PlanError if it is for another model."""
+    """The program of ``plan`` as one Python file that runs under torchrun; of a plan of two axes that of ``host``'s
+    ranks (by default the first's), to be read. PlanError if it is for another model, or has no such host."""
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
+    if isinstance(plan, MeshPlan):
+        return host_source(graph, plan, host)
+    if host is not None:
+        raise PlanError(f"the plan is of one axis: one program goes for all ranks, not one for host {host!r}")
     return to_python(recompute_calls(lower(graph, plan)), plan)
 
 
@@ -278,7 +286,7 @@ def planned_part(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
     return part if part.fingerprint == plan.provenance.cluster_fingerprint else cluster
 
 
-def check_cluster(plan: Plan | MeshPlan, cluster: ClusterSpec) -> None:
+def check_cluster(plan: Plan, cluster: ClusterSpec) -> None:
     """PlanError unless the plan was made for this cluster."""
     made_for = plan.provenance
     if made_for.cluster_fingerprint != cluster.fingerprint:

@@ -12,20 +12,24 @@ from hap.capture.inputs import step_inputs
 from hap.cluster import ClusterSpec
 from hap.codegen.layout import Layout
 from hap.codegen.lowering import lower
+from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.runner import Outcome, run_passes
 from hap.codegen.program import Call, Program, gradients_alone
+from hap.codegen.source import to_python
 from hap.errors import PlanError
 from hap.graph import Graph
 from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.mesh_plan import MeshPlan
 from hap.placement import Shard
 from hap.plan import Strategy
+from hap.report.words import listed
 from hap.rules.host_graph import host_graph, summed
 from hap.runtime.collectives import Communicator
 from hap.runtime.hosts import HostCommunicator
 from hap.runtime.mesh import MeshProgram, dealt_to_hosts
 from hap.runtime.ragged import Site
 from hap.search.judge import default_passes
+from hap.search.subsets import without
 
 
 def check_mesh_plan(plan: MeshPlan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
@@ -38,13 +42,24 @@ def check_mesh_plan(plan: MeshPlan, graph: Graph, cluster: ClusterSpec | None, w
         )
     if set(plan.between) != set(graph.by_name):
         raise PlanError("the plan between hosts has not the nodes of this model; plan again")
-    if cluster is not None and made_for.cluster_fingerprint != cluster.fingerprint:
+    if cluster is not None:
+        meshed_part(plan, cluster)
+    if plan.world_size != world_size:
+        only = f", on {listed([h.name for h in plan.hosts])} only" if plan.left_out else ""
+        raise PlanError(f"the plan is for {plan.world_size} ranks{only}; this job has {world_size}")
+
+
+def meshed_part(plan: MeshPlan, cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster without the hosts that the plan leaves out. PlanError unless the plan was made for it."""
+    gone = [d.rank for d in cluster.devices if d.host in plan.left_out]
+    part = without(cluster, gone) if gone and len(gone) < cluster.world_size else cluster
+    made_for = plan.provenance
+    if made_for.cluster_fingerprint != part.fingerprint:
         raise PlanError(
             f"the plan is for cluster {made_for.cluster!r} ({made_for.cluster_fingerprint[:12]}), "
-            f"not for this {cluster.name!r} ({cluster.fingerprint[:12]}); plan again"
+            f"not for this {part.name!r} ({part.fingerprint[:12]}); plan again"
         )
-    if plan.world_size != world_size:
-        raise PlanError(f"the plan is for {plan.world_size} ranks, this job has {world_size}")
+    return part
 
 
 def strategies_between(plan: MeshPlan) -> dict[str, Strategy]:
@@ -75,7 +90,7 @@ def sites_of(graph: Graph, plan: MeshPlan, host: int) -> tuple[Site, ...]:
             inside = plan.inside_of(number)
             placement = inside.strategy(node.name).inputs[0]
             layouts.append(Layout.of(placement, inside.sizes) if isinstance(placement, Shard) else None)
-        found.append(Site(node.meta.shape, tuple(layouts)))
+        found.append(Site(node.meta.shape, tuple(layouts), tuple(h.sums for h in plan.hosts)))
     return tuple(found)
 
 
@@ -93,6 +108,17 @@ def host_program(
     """What ``rank`` runs, and the tensors that are summed over hosts. PlanError where the plan is unsound."""
     host, _ = plan.host_of(rank)
     return program_of(graph, plan, host, passes_off), sites_of(graph, plan, host)
+
+
+def host_source(graph: Graph, plan: MeshPlan, host: str | None) -> str:
+    """The program of one host's ranks as Python, before its passes."""
+    check_mesh_plan(plan, graph, None, plan.world_size)
+    names = [h.name for h in plan.hosts]
+    if host is not None and host not in names:
+        raise PlanError(f"the plan has no host {host!r} (hosts: {', '.join(names)})")
+    number = 0 if host is None else names.index(host)
+    inside = plan.inside_of(number)
+    return to_python(recompute_calls(lower(graph_of(graph, plan, number), inside)), inside)
 
 
 def mesh_program(

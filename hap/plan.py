@@ -248,7 +248,9 @@ class Plan(_Frozen):
         """Parse and check. PlanError: not JSON, unknown version, unknown or missing field, changed content."""
         body, checksum = plan_file.parse(text, origin)
         if "inside" in body:
-            raise PlanError(f"{origin}: a plan of a mesh of two axes; hap explain, hap run and hap.compile take those")
+            raise PlanError(
+                f"{origin}: a plan of a mesh of two axes; hap explain, program, run and hap.compile take it"
+            )
         try:
             plan = cls.model_validate(body)
         except pydantic.ValidationError as e:

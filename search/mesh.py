@@ -7,9 +7,9 @@
 3. *Again.* A host's step without the sums says how fast it is with the strategies that were found: the batch is dealt
    out in proportion to that, while the slowest host gets faster.
 
-The sums take what the slowest way out or in of any host allows, as all wait for each other. No bound of one axis goes
-for two; ``arithmetic_s`` does: for weights w >= 0 of the devices that sum to 1, a step takes at least the sum over its
-calls of ``flops * min_d (w[d] / rate[d])``, however they are dealt out.
+The sums take what the hosts' ways out and in allow when slow hosts add up less (``hap.hosts_sum``). No bound of one
+axis goes for two; ``arithmetic_s`` does: for weights w >= 0 of the devices that sum to 1, a step takes at least the sum
+over its calls of ``flops * min_d (w[d] / rate[d])``, however they are dealt out.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hap.cost_models.work import OpClass, node_work
 from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph
 from hap.hosts import DuplexSpec, HostSpec
+from hap.hosts_sum import least_seconds_per_byte, owned_parts
 from hap.mesh_plan import BATCH, HostPart, MeshPlan, MeshPrediction, verify_mesh_plan
 from hap.placement import Placement, Shard, Sizes
 from hap.plan import GroupPlan, Plan, Strategy
@@ -34,21 +35,63 @@ from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.search.limits import Effort
 from hap.search.planner import plan_graph
 from hap.search.rounding import round_shares
+from hap.search.subsets import without
 from hap.units import format_rate, format_time
 
 ROUNDS = 3  # in which the batch is dealt out anew
 LESS = 0.8  # of a part that does not fit
+CLOSE = 0.01  # of a step: less is not worth another round
+LOOKS = 2  # clusters that are planned, with and without slow hosts
 
 
 def plan_mesh(
-    possible: Choices, cluster: ClusterSpec, *, optimizer: str = "adamw", effort: Effort = "normal"
+    possible: Choices,
+    cluster: ClusterSpec,
+    *,
+    optimizer: str = "adamw",
+    effort: Effort = "normal",
+    leave_out: bool = False,
 ) -> MeshPlan:
     """The best plan found for one training step on ``cluster``'s hosts and, inside each, its devices.
 
+    ``leave_out``: hosts with the slowest networks may be left out; the plan is then for a cluster of the others.
     PlanError: there is one host, the batch has less than one sample for each, or the step needs more between hosts than
     sums. InfeasibleError if a host's part fits in no way. Deterministic, as ``plan_graph`` is.
     """
-    return _Mesh(possible, cluster, optimizer, effort).run()
+    if len(cluster.hosts) < 2:
+        raise PlanError(f"cluster {cluster.name!r} has one host: there is no second axis, between hosts")
+    if type(cluster) is not ClusterSpec:
+        raise PlanError("a mesh of two axes is planned by descriptions; give no profile")
+    found: list[MeshPlan] = []
+    refusals: list[PlanError | InfeasibleError] = []
+    for part in _parts(possible.graph, cluster) if leave_out else [cluster]:
+        try:
+            found.append(_Mesh(possible, part, optimizer, effort).run())
+        except (PlanError, InfeasibleError) as e:
+            refusals.append(e)
+    if not found:
+        raise refusals[0]
+    best = min(found, key=lambda plan: plan.predicted.as_run_s)
+    names = {h.name for h in best.hosts}
+    return best.model_copy(update={"left_out": tuple(h.name for h in cluster.hosts if h.name not in names)})
+
+
+def _parts(graph: Graph, cluster: ClusterSpec) -> list[ClusterSpec]:
+    """The cluster, and what is left of it without the hosts of its slowest network, of its two slowest, ...: those that
+    look best by their arithmetic and what the sums of all gradients take."""
+    rates = [min(n.up_bytes_per_s, n.down_bytes_per_s) for h in cluster.hosts if (n := cluster.network(h.name))]
+    parts = []
+    for least in sorted(set(rates)):
+        gone = {h.name for h, rate in zip(cluster.hosts, rates, strict=True) if rate < least}
+        if len(cluster.hosts) - len(gone) > 1:
+            parts.append(without(cluster, [d.rank for d in cluster.devices if d.host in gone]))
+    nbytes = sum(graph.meta(v).nbytes for v in graph.gradients.values())
+
+    def looks_s(part: ClusterSpec) -> float:
+        ways = [min(n) for h in part.hosts if (n := part.network(h.name))]
+        return arithmetic_s(graph, part) + nbytes * least_seconds_per_byte(ways)
+
+    return sorted(parts, key=looks_s)[:LOOKS]
 
 
 @dataclass(frozen=True)
@@ -70,6 +113,12 @@ class _Dealt:
         return [batch / s for batch, s in zip(self.batches, alone, strict=True)]
 
 
+    def to_gain(self) -> float:
+        """By which part of the step the slowest host would be faster, if all took as long without their sums."""
+        rates, alone = self.rates(), [s - sums for s, sums in zip(self.step_s, self.sums_s, strict=True)]
+        return (max(alone) - sum(self.batches) / sum(rates)) / max(self.step_s)
+
+
 @dataclass
 class _Mesh:
     possible: Choices
@@ -78,12 +127,6 @@ class _Mesh:
     effort: Effort
     _plans: dict[object, tuple[Plan, float] | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if len(self.cluster.hosts) < 2:
-            raise PlanError(f"cluster {self.cluster.name!r} has one host: there is no second axis, between hosts")
-        if type(self.cluster) is not ClusterSpec:
-            raise PlanError("a mesh of two axes is planned by descriptions; give no profile")
-
     @property
     def graph(self) -> Graph:
         return self.possible.graph
@@ -91,6 +134,8 @@ class _Mesh:
     def run(self) -> MeshPlan:
         best = self._deal(_speeds(self.graph, self.cluster))
         for _ in range(ROUNDS):
+            if best.to_gain() < CLOSE:
+                break
             found = self._deal(best.rates())
             if found.as_run_s >= best.as_run_s:
                 break
@@ -146,17 +191,30 @@ class _Mesh:
         return self._plans[key]
 
     @cached_property
+    def rates(self) -> list[float]:
+        """Bytes a second of each host's way out or in, the slower of both."""
+        networks = [self.cluster.network(h.name) for h in self.cluster.hosts]
+        return [min(n.up_bytes_per_s, n.down_bytes_per_s) for n in networks if n is not None]
+
+    @cached_property
+    def owned(self) -> tuple[float, ...]:
+        return owned_parts(self.rates)
+
+    @cached_property
     def network(self) -> DuplexSpec:
-        """What every host's sums go by: the least of all ways out and in, and the longest latency. What a pair's own
-        link lets through is one of H - 1 parts of what a host sends."""
-        networks = [h.network for h in self.cluster.hosts if h.network is not None]
-        ups, downs = zip(*((n.duplex.up_bytes_per_s, n.duplex.down_bytes_per_s) for n in networks), strict=True)
-        others = len(self.cluster.hosts) - 1
-        links = [link.bandwidth * others for link in self.cluster.links if link.bandwidth is not None]
-        waits = [n.latency for n in networks] + [p.latency for p in self.cluster.links if p.latency is not None]
-        up, down = min(*ups, *links), min(*downs, *links)
-        given = {"up": format_rate(up), "down": format_rate(down), "latency": format_time(max(waits))}
-        return DuplexSpec.model_validate(given)
+        """A network by which equal parts take as long as the sums do: as all hosts wait for each other, every host's.
+        Of a link between two hosts both their parts pass."""
+        names = [h.name for h in self.cluster.hosts]
+        seconds = least_seconds_per_byte(self.rates)
+        for link in self.cluster.links:
+            if link.bandwidth is not None:
+                passing = sum(self.owned[names.index(name)] for name in (link.source, link.target))
+                seconds = max(seconds, passing / link.bandwidth)
+        hosts = len(names)
+        waits = [h.network.latency for h in self.cluster.hosts if h.network is not None]
+        waits += [p.latency for p in self.cluster.links if p.latency is not None]
+        rate = format_rate(2 * (hosts - 1) / hosts / seconds)
+        return DuplexSpec.model_validate({"bandwidth": rate, "latency": format_time(max(waits))})
 
     def _assemble(self, dealt: _Dealt) -> MeshPlan:
         plans = list(dict.fromkeys(id(p) for p in dealt.plans))
@@ -174,8 +232,10 @@ class _Mesh:
         found = MeshPlan(
             provenance=made,
             hosts=tuple(
-                HostPart(name=spec.name, ranks=spec.size, batch=batch, inside=plans.index(id(plan)))
-                for spec, batch, plan in zip(self.cluster.hosts, dealt.batches, dealt.plans, strict=True)
+                HostPart(name=spec.name, ranks=spec.size, batch=batch, inside=plans.index(id(plan)), sums=part)
+                for spec, batch, plan, part in zip(
+                    self.cluster.hosts, dealt.batches, dealt.plans, self.owned, strict=True
+                )
             ),
             batch=GroupPlan(n=batch.n, label=batch.label, sizes=dealt.batches),
             between={name: str(strategy) for name, strategy in self.strategies.items()},

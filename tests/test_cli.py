@@ -14,6 +14,7 @@ import typer.main
 from hap import cli
 from hap.build import build_from, build_hugging_face
 from hap.errors import HapError
+from hap.mesh_plan import parse_plan
 from hap.plan import Plan
 
 MODEL = ["--hf", "--batch", "--seq"]
@@ -29,6 +30,7 @@ SURFACE = {
             "--budget-s",
             "--method",
             "--leave-out",
+            "--mesh",
             "--profile",
             "--add",
             "--without",
@@ -40,7 +42,7 @@ SURFACE = {
     "diff": ["--json"],
     "report": ["--run", "-o", "--out", "--json"],
     "check": ["--update", "--json"],
-    "program": [*MODEL, "-o", "--out", "--json"],
+    "program": [*MODEL, "--host", "-o", "--out", "--json"],
     "simulate": ["-c", "--cluster", *MODEL, "--profile", "-o", "--out", "--json"],
     "profile": [
         *("-c", "--cluster", *MODEL, "-o", "--out", "--cluster-out", "--optimizer", "--emulate", "--testbed", "--json")
@@ -55,6 +57,39 @@ ONE = (
     "name: one\nbackend: gloo\nhosts: [{name: a, devices: [{name: d, tflops: {float32: 1}, memory: 1GB, "
     "memory_bandwidth: 1GB/s}]}]\n"
 )
+TWO = """
+name: two
+backend: gloo
+hosts:
+  - name: big
+    devices: [{name: d, count: 2, tflops: {float32: 0.002}, memory: 1GB, memory_bandwidth: 1GB/s}]
+    link: {bandwidth: 1GB/s, latency: 50us}
+    network: {bandwidth: 1Gbit/s, latency: 100us}
+  - name: small
+    devices: [{name: d, tflops: {float32: 0.001}, memory: 1GB, memory_bandwidth: 1GB/s}]
+    network: {bandwidth: 1Gbit/s, latency: 100us}
+"""
+TRAIN = """
+import argparse, pathlib, sys, torch
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import hap
+from hap.build import build_from
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--cluster")
+parser.add_argument("--plan")
+given = parser.parse_args()
+built = build_from(str(pathlib.Path(__file__).parent / "tiny_model.py:build"))
+batch = torch.arange(48.0).reshape(8, 6) / 48
+program = hap.compile(
+    built.model, given.cluster, plan=given.plan, example_inputs=built.example_inputs, loss_fn=built.loss_fn
+)
+loss = program(*program.shard_batch((batch,)))
+loss.backward()
+built.model.load_state_dict(program.state_dict())
+alone = built.loss_fn(built.model(batch))
+print(f"difference {abs(float(loss.detach() - alone.detach())):.5f}", flush=True)
+"""
 TINY = """
 import torch
 
@@ -133,9 +168,11 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
         (["--budget-s", "1e-9"], "error: no plan was found within the budget of 1ns; give more, or no budget"),
         (
             ["--budget-s", "9", "--without", "a"],
-            "error: --add, --without and --link compare clusters; leave out --out, --profile, --budget-s, --method "
-            "and --leave-out",
+            "error: --add, --without and --link compare clusters; leave out --out, --mesh, --profile, --budget-s, "
+            "--method and --leave-out",
         ),
+        (["--budget-s", "9", "--mesh", "best"], "error: --mesh best goes without --profile, --budget-s and --method"),
+        (["--mesh", "hosts"], "error: cluster 'one' has one host: there is no second axis, between hosts"),
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_one_line(
@@ -178,6 +215,40 @@ def test_program_simulate_and_run_print_json(script: Path, tmp_path: Path, capfd
     code, out, err = invoke(capfd, "run", "--json", "--cluster", f"{tmp_path}/c.yaml", f"{tmp_path}/script.py")
     body = json.loads(out)
     assert (code, body["exit_code"]) == (0, 0) and "said" in err and body["seconds"] > 0
+
+
+def test_a_plan_of_two_axes_is_made_explained_written_and_run(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(TWO)
+    made = ["plan", f"{script}:build", "-c", f"{tmp_path}/c.yaml", "--mesh", "hosts", "-o", f"{tmp_path}/m.plan.json"]
+    code, out, _ = invoke(capfd, *made)
+    assert code == 0 and "2 hosts, 3 ranks, a mesh of two axes" in out and "plan 1, inside small" in out
+    code, said, _ = invoke(capfd, "explain", f"{tmp_path}/m.plan.json")
+    assert code == 0 and said == out
+    code, out, _ = invoke(capfd, "explain", f"{tmp_path}/m.plan.json", "--json")
+    assert sum(h["batch"] for h in json.loads(out)["hosts"]) == 8
+    code, out, _ = invoke(capfd, "program", f"{tmp_path}/m.plan.json", f"{script}:build", "--host", "small")
+    assert code == 0 and "comm.over_hosts(" in out and "torchrun" not in out and "__main__" not in out
+    code, _, err = invoke(capfd, "program", f"{tmp_path}/m.plan.json", f"{script}:build", "--host", "none")
+    assert (code, err) == (2, "error: the plan has no host 'none' (hosts: big, small)\n")
+    code, _, err = invoke(capfd, "report", f"{tmp_path}/m.plan.json")
+    assert code == 2 and "a plan of a mesh of two axes" in err and err.count("\n") == 1
+    (tmp_path / "train.py").write_text(TRAIN)
+    run = ["run", "--cluster", f"{tmp_path}/c.yaml", "--plan", f"{tmp_path}/m.plan.json", f"{tmp_path}/train.py"]
+    code, out, err = invoke(capfd, *run)
+    assert code == 0, err
+    assert out.count("difference 0.0") == 3
+
+
+def test_the_better_of_both_meshes_is_taken(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(TWO)
+    steps = {}
+    for mesh in ("flat", "hosts", "best"):
+        code, out, _ = invoke(capsys, "plan", f"{script}:build", "-c", f"{tmp_path}/c.yaml", "--mesh", mesh, "--json")
+        assert code == 0
+        steps[mesh] = parse_plan(out).predicted.as_run_s
+    assert steps["best"] == min(steps["flat"], steps["hosts"]) and steps["flat"] != steps["hosts"]
 
 
 def test_profile_prints_json_or_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,13 +65,16 @@ def _planned(path: Path, cluster: ClusterSpec, host: str | None) -> tuple[Cluste
     """The part of the cluster that a plan is for, and what the environment says there. HapError for a host without any
     of its devices."""
     from hap.api import check_cluster, planned_part
+    from hap.mesh import meshed_part
     from hap.mesh_plan import MeshPlan, load_plan
     from hap.starting import visible
 
     plan = load_plan(path)
     if isinstance(plan, MeshPlan):
-        check_cluster(plan, cluster)
-        return cluster, {}
+        part = meshed_part(plan, cluster)
+        if host in plan.left_out:
+            raise HapError(f"the plan leaves out host {host!r}: start nothing there")
+        return part, {}
     part = planned_part(plan, cluster)
     check_cluster(plan, part)
     known, left = ([h.name for h in c.hosts] for c in (cluster, part))

@@ -78,8 +78,8 @@ def plan(
     if changes and (out, mesh, *of_one_axis) != (None, "flat", None, None, "milp", False):
         unfit = "--out, --mesh, --profile, --budget-s, --method and --leave-out"
         raise HapError(f"--add, --without and --link compare clusters; leave out {unfit}")
-    if mesh != "flat" and of_one_axis != (None, None, "milp", False):
-        raise HapError(f"--mesh {mesh} goes without --profile, --budget-s, --method and --leave-out")
+    if mesh != "flat" and of_one_axis[:3] != (None, None, "milp"):
+        raise HapError(f"--mesh {mesh} goes without --profile, --budget-s and --method")
     built = shared.build(model, hf, batch, seq)
     from hap import api
     from hap.cluster import ClusterSpec
@@ -98,8 +98,9 @@ def plan(
         "loss_fn": built.loss_fn,
         "optimizer": optimizer,
         "effort": effort,
+        "leave_out": leave_out,
     }
-    flat = partial(api.plan, budget_s=budget_s, profile=profile, method=method, leave_out=leave_out)
+    flat = partial(api.plan, budget_s=budget_s, profile=profile, method=method)
     doors: dict[str, list[Callable[..., Plan | MeshPlan]]] = {
         "flat": [flat],
         "hosts": [api.plan_mesh],
@@ -141,18 +142,22 @@ def program(
     hf: HuggingFace = None,
     batch: Batch = 8,
     seq: SequenceLength = None,
+    host: Annotated[
+        str | None, typer.Option(help="Of a plan of two axes: whose ranks' program; by default the first host's.")
+    ] = None,
     out: shared.PythonOut = None,
     as_json: Json = False,
 ) -> None:
     """Write a plan's program as Python.
 
-    The same program that the ranks run, for a person to read; it runs by itself. Needs the plan's model again.
+    The same program that the ranks run, for a person to read; it runs by itself, but for that of one host of several.
+    Needs the plan's model again.
 
     Example:  hap program gpt2.plan.json train.py:build -o gpt2_program.py
     """
-    from hap.plan import Plan
+    from hap.mesh_plan import load_plan
 
-    loaded = Plan.load(plan)
+    loaded = load_plan(plan)
     built = shared.build(model, hf, batch, seq)
     from hap import api
 
@@ -160,6 +165,7 @@ def program(
         source = api.python_source(
             built.model,
             loaded,
+            host=host,
             example_inputs=built.example_inputs,
             example_targets=built.example_targets,
             loss_fn=built.loss_fn,

@@ -27,7 +27,8 @@ def summarize_mesh(plan: MeshPlan) -> str:
         share = f"{host.batch} of {plan.batch.n} ({percent(host.batch, plan.batch.n)})"
         step = seconds(plan.inside_of(number).predicted.step_s)
         rows.append([host.name, str(host.ranks), share, step, str(host.inside)])
-    blocks = ["\n".join([head, times]), "\n".join(table(rows, right=(1, 2, 3, 4)))]
+    left_out = f"left out: {listed(plan.left_out)}; start the job on the other hosts" if plan.left_out else ""
+    blocks = ["\n".join(filter(None, [head, times, left_out])), "\n".join(table(rows, right=(1, 2, 3, 4)))]
     for number, inside in enumerate(plan.inside):
         names = [h.name for h in plan.hosts if h.inside == number]
         title = f"--- plan {number}, inside {listed(names)} ---"
@@ -37,7 +38,7 @@ def summarize_mesh(plan: MeshPlan) -> str:
 
 def mesh_to_json(plan: MeshPlan) -> dict[str, Any]:
     """What ``summarize_mesh`` says of the hosts, for programs."""
-    return plan.model_dump(mode="json", include={"provenance", "hosts", "batch", "predicted"})
+    return plan.model_dump(mode="json", include={"provenance", "hosts", "batch", "predicted", "left_out"})
 
 
 def _without_bound(plan: Plan) -> Plan:

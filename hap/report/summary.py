@@ -110,7 +110,8 @@ def _headline(plan: Plan) -> Iterator[str]:
     )
     proof = ""
     if predicted.gap is not None and predicted.lower_bound_s is not None:
-        proof = f"; no plan can take less than {seconds(predicted.lower_bound_s)} (proved, gap {predicted.gap:.1%})"
+        bound = seconds(predicted.lower_bound_s)
+        proof = f"; no plan of one axis can take less than {bound} (proved, gap {predicted.gap:.1%})"
     if predicted.overlapped_s is None:
         yield f"predicted step: {seconds(predicted.step_s)}{proof}"
     else:

@@ -105,5 +105,5 @@ class MeshProgram(HapProgram):
         )
 
     def python_source(self) -> str:
-        """The program of this host's ranks, for a reader: alone it lacks the other hosts."""
+        """The program of this host's ranks, to be read: it does not run alone."""
         return super().python_source()

@@ -31,7 +31,14 @@ def make_mesh(graph: Graph, ranks: Sequence[int], batches: Sequence[int], seed: 
     plan = MeshPlan(
         provenance=first.model_copy(update={"model_fingerprint": graph.fingerprint, "world_size": sum(ranks)}),
         hosts=tuple(
-            HostPart(name=f"host{h}", ranks=count, batch=batches[h], inside=h) for h, count in enumerate(ranks)
+            HostPart(
+                name=f"host{h}",
+                ranks=count,
+                batch=batches[h],
+                inside=h,
+                sums=(0.75, 0.25, 0.0)[h] if len(ranks) == 3 else (0.5, 0.5)[h],
+            )
+            for h, count in enumerate(ranks)
         ),
         batch=GroupPlan(n=group.n, label=group.label, sizes=tuple(batches)),
         between={name: str(s) for name, s in strategies.items()},

@@ -104,7 +104,7 @@ def test_the_batch_is_the_group_of_that_name(plan: Plan) -> None:
 def test_the_whole_summary(plan: Plan) -> None:
     assert summarize(plan, ClusterSpec.from_yaml(CLUSTER)).splitlines() == [
         "toy: 1 k parameters, adamw, on 2 devices of cluster 'pair' (gloo)",
-        "predicted step: 12 ms; no plan can take less than 10.8 ms (proved, gap 10.0%)",
+        "predicted step: 12 ms; no plan of one axis can take less than 10.8 ms (proved, gap 10.0%)",
         "",
         "rank  device       batch    busy    parameters  memory",
         "   0  box/fast#0  6 of 8    9 ms  2.5 kB (62%)  5 MB of 16 MB",
@@ -139,7 +139,7 @@ def test_the_step_as_it_is_run_comes_first(plan: Plan) -> None:
     predicted = plan.predicted.model_copy(update={"overlapped_s": 0.011})
     lines = summarize(plan.model_copy(update={"predicted": predicted})).splitlines()
     assert lines[1] == "predicted step: 11 ms as it is run"
-    assert lines[2] == "nothing overlapped: 12 ms; no plan can take less than 10.8 ms (proved, gap 10.0%)"
+    assert lines[2] == "nothing overlapped: 12 ms; no plan of one axis can take less than 10.8 ms (proved, gap 10.0%)"
 
 
 def test_a_thousand_devices_are_told_by_kind() -> None:

@@ -1,0 +1,83 @@
+"""What a rank runs in ``benchmarks/mesh.py``: plans of one and of two axes for one model, in turns."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import hap
+from benchmarks.race_models import MODELS
+from benchmarks.testbed.pace import Deadline, deadline
+from hap.build import BuiltModel
+from hap.mesh_plan import parse_plan
+
+RATE = 1e-3
+WARM, RECORDED, BLOCK = 3, 5, 3  # steps: before anything is recorded; recorded unstretched; of one turn
+
+
+class Result(NamedTuple):
+    """One plan on one rank. ``compute_s``: what its compute takes on its device, a step; ``losses`` of first steps."""
+
+    steps_s: tuple[float, ...]
+    compute_s: float
+    losses: tuple[float, ...]
+
+
+def cut(name: str, batch: int) -> BuiltModel:
+    """The race's model with the first ``batch`` samples of its batch; the same weights in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        built = MODELS[name]()
+    inputs, targets = built.example_inputs[:batch], built.example_targets[:batch]
+    return BuiltModel(built.model, inputs, targets, built.loss_fn)
+
+
+class Contestant:
+    def __init__(self, built: BuiltModel, plan: str) -> None:
+        given: dict[str, Any] = {"example_inputs": built.example_inputs, "example_targets": built.example_targets}
+        self.program = hap.compile(built.model, plan=parse_plan(plan), loss_fn=built.loss_fn, **given)
+        self.optimizer = torch.optim.AdamW(self.program.parameters(), lr=RATE)
+        self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
+
+    def step(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.program(self.batch, targets=self.targets)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+
+def race(rank: int, model: str, batch: int, plans: Mapping[str, str], rounds: int) -> dict[str, Result]:
+    """Every plan, by name; they take turns, a block of steps each of which the first is not counted."""
+    torch.set_num_threads(1)
+    found, paces, losses = dict[str, Contestant](), dict[str, Deadline](), dict[str, tuple[float, ...]]()
+    for name, plan in plans.items():
+        found[name] = Contestant(cut(model, batch), plan)
+        losses[name] = tuple(found[name].step() for _ in range(WARM))
+        paces[name] = deadline()
+        found[name].program.set_pace(paces[name])
+        for _ in range(RECORDED):
+            with paces[name].step():
+                found[name].step()
+        paces[name].hold()
+    gc.disable()
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds):
+        for name in plans:
+            dist.barrier()
+            for counted in range(BLOCK + 1):
+                start = time.perf_counter()
+                with paces[name].step():
+                    found[name].step()
+                if counted:
+                    seconds[name].append(time.perf_counter() - start)
+        gc.collect()
+    return {
+        name: Result(tuple(seconds[name]), sum(paces[name].nominal_s or ()) * paces[name].slowdown, losses[name])
+        for name in plans
+    }

@@ -78,10 +78,11 @@ class MeshPlan(_Frozen):
 
     def host_of(self, rank: int) -> tuple[int, int]:
         """(the host of a rank, its number inside)."""
+        first = 0
         for number, host in enumerate(self.hosts):
-            if rank < host.ranks:
-                return number, rank
-            rank -= host.ranks
+            if first <= rank < first + host.ranks:
+                return number, rank - first
+            first += host.ranks
         raise IndexError(f"no rank {rank}")
 
     def inside_of(self, host: int) -> Plan:

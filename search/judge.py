@@ -134,11 +134,15 @@ class _Stopwatch:
         for f in fewest:
             if not any(are_alike(f, other) for other in (*different, *(t.found for t in self.timed))):
                 different.append(f)
-        for f in sorted(different, key=lambda f: max(f.evaluation.compute_s)):
-            if max(f.evaluation.compute_s) * LEANEST > self.least_s:
+        for f in sorted(different, key=self._computing_s):
+            if self._computing_s(f) * LEANEST > self.least_s:
                 break
             self.chooser.check()
             self.timed.append(_Timed(f, self.seconds(f)))
+
+    def _computing_s(self, found: Found) -> float:
+        """Of the busiest rank, sums over hosts left out."""
+        return max(found.evaluation.compute_s) - self.problem.sums_s(found.strategies)
 
     def seconds(self, found: Found) -> float:
         """As ``played`` of the plan's program has it."""

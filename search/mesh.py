@@ -3,24 +3,26 @@
 1. *Between.* The batch is dealt out to hosts in proportion to the speed of their devices, with whole parameters; every
    other placement follows (``hap.rules.host_graph.deal_batch``).
 2. *Inside.* Each host's part of the step is a graph of its own, in which sums over hosts are calls that take what the
-   wire takes; ``plan_graph`` plans it on the host's devices. Hosts with equal devices and parts share a plan.
+   wire takes; ``plan_graph`` plans it on the host's devices. Hosts with equal devices and parts share a plan, or its
+   decisions where their graphs differ in their places in the batch.
 3. *Again.* A host's step without the sums says how fast it is with the strategies that were found: the batch is dealt
    out in proportion to that, while the slowest host gets faster.
 
 The sums take what the hosts' ways out and in allow when slow hosts add up less (``hap.hosts_sum``). No bound of one
 axis goes for two; ``arithmetic_s`` does: for weights w >= 0 of the devices that sum to 1, a step takes at least the sum
-over its calls of ``flops * min_d (w[d] / rate[d])``, however they are dealt out.
+over its products, attentions and convolutions of ``flops * min_d (w[d] / rate[d])``, however they are dealt out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from hap.cluster import ClusterSpec
+from hap.codegen.lowering import lower
 from hap.cost_models.compute import DEFAULT_MODEL, node_seconds
 from hap.cost_models.work import OpClass, node_work
 from hap.errors import InfeasibleError, PlanError
@@ -55,8 +57,8 @@ def plan_mesh(
     """The best plan found for one training step on ``cluster``'s hosts and, inside each, its devices.
 
     ``leave_out``: hosts with the slowest networks may be left out; the plan is then for a cluster of the others.
-    PlanError: there is one host, the batch has less than one sample for each, or the step needs more between hosts than
-    sums. InfeasibleError if a host's part fits in no way. Deterministic, as ``plan_graph`` is.
+    PlanError: there is one host, some host's part of the batch would be less than half a sample, or the step needs more
+    between hosts than sums. InfeasibleError if a host's part fits in no way. Deterministic, as ``plan_graph`` is.
     """
     if len(cluster.hosts) < 2:
         raise PlanError(f"cluster {cluster.name!r} has one host: there is no second axis, between hosts")
@@ -112,11 +114,33 @@ class _Dealt:
         alone = [max(step - sums, 1e-12) for step, sums in zip(self.step_s, self.sums_s, strict=True)]
         return [batch / s for batch, s in zip(self.batches, alone, strict=True)]
 
-
     def to_gain(self) -> float:
         """By which part of the step the slowest host would be faster, if all took as long without their sums."""
         rates, alone = self.rates(), [s - sums for s, sums in zip(self.step_s, self.sums_s, strict=True)]
         return (max(alone) - sum(self.batches) / sum(rates)) / max(self.step_s)
+
+
+@dataclass
+class _Room:
+    """How much of the batch a host is tried with: at most ``cap``, between what was seen to fit and what was not."""
+
+    batch: int
+    most_seen: int = 0
+
+    def __post_init__(self) -> None:
+        self.cap, self.least_too_much = self.batch, self.batch + 1
+
+    def saw(self, size: int, fits: bool) -> None:
+        if fits:
+            self.most_seen = max(self.most_seen, size)
+        elif size < self.least_too_much:
+            self.least_too_much = size
+            self.cap = max(self.most_seen, min(size - 1, int(size * LESS)))
+
+    def widen(self) -> bool:
+        """Half-way towards what did not fit; whether there is any way."""
+        self.cap, before = (self.cap + self.least_too_much) // 2, self.cap
+        return self.cap > before
 
 
 @dataclass
@@ -125,7 +149,7 @@ class _Mesh:
     cluster: ClusterSpec
     optimizer: str
     effort: Effort
-    _plans: dict[object, tuple[Plan, float] | None] = field(default_factory=dict)
+    _plans: dict[object, dict[str, tuple[Plan, float] | None]] = field(default_factory=dict)  # by graph's fingerprint
 
     @property
     def graph(self) -> Graph:
@@ -136,7 +160,10 @@ class _Mesh:
         for _ in range(ROUNDS):
             if best.to_gain() < CLOSE:
                 break
-            found = self._deal(best.rates())
+            try:
+                found = self._deal(best.rates())
+            except (PlanError, InfeasibleError):
+                break  # what was found stands: by these rates some host would get nothing, or too much
             if found.as_run_s >= best.as_run_s:
                 break
             best = found
@@ -150,45 +177,49 @@ class _Mesh:
     def _deal(self, rates: Sequence[float]) -> _Dealt:
         """The batch in proportion to ``rates``; a host in which its part does not fit gets less."""
         batch, hosts = batch_group(self.possible).n, self.cluster.hosts
-        most = [batch] * len(hosts)
+        rooms = [_Room(batch) for _ in hosts]
         while True:
-            if sum(most) < batch:
-                raise InfeasibleError(f"of a batch of {batch}, {_listed(hosts, most)} at most fit in their memory")
-            batches = round_shares(rates, batch, most)
+            while sum(room.cap for room in rooms) < batch:
+                widest = max(rooms, key=lambda room: room.least_too_much - room.cap)
+                if not widest.widen():
+                    raise InfeasibleError(f"of a batch of {batch} there fit at most {_listed(hosts, rooms)}")
+            batches = round_shares(rates, batch, [room.cap for room in rooms])
             if 0 in batches:
                 name = hosts[batches.index(0)].name
                 raise PlanError(
                     f"of a batch of {batch} host {name!r} would get nothing: leave it out, or give a larger batch"
                 )
             found = [self._inside(h, batches) for h in range(len(hosts))]
-            plans = tuple(f[0] for f in found if f is not None)
-            if len(plans) == len(hosts):
-                sums_s = tuple(f[1] for f in found if f is not None)
+            for room, size, inside in zip(rooms, batches, found, strict=True):
+                room.saw(size, inside is not None)
+            fitting = [inside for inside in found if inside is not None]
+            if len(fitting) == len(hosts):
+                plans, sums_s = (tuple(column) for column in zip(*fitting, strict=True))
                 return _Dealt(batches, plans, tuple(p.predicted.step_s for p in plans), sums_s)
-            for host, inside in enumerate(found):
-                if inside is None:
-                    most[host] = min(batches[host] - 1, int(batches[host] * LESS))
 
     def _inside(self, host: int, batches: Sizes) -> tuple[Plan, float] | None:
         """A host's plan for its part, and the seconds of the sums over hosts in it; None if it does not fit."""
         spec = self.cluster.hosts[host]
+        graph = host_graph(self.graph, self.strategies, {BATCH: batches}, host, spec.size)
         key = (spec.model_dump_json(include={"devices", "link"}), batches[host])
-        if key not in self._plans:
-            graph = host_graph(self.graph, self.strategies, {BATCH: batches}, host, spec.size)
+        known = self._plans.setdefault(key, {})
+        if graph.fingerprint not in known:
             part = ClusterSpec(
                 name=f"{self.cluster.name}/{spec.name}",
                 backend=self.cluster.backend,
                 hosts=(spec.model_copy(update={"network": self.network}),),
             )
-            try:
-                plan = plan_graph(choices(graph), part, optimizer=self.optimizer, effort=self.effort)
-            except InfeasibleError as e:
-                if batches[host] == 1:
-                    raise InfeasibleError(f"host {spec.name!r} with one sample of the batch: {e}") from None
-                self._plans[key] = None
-                return None
-            self._plans[key] = plan, _sums_s(graph, plan, part)
-        return self._plans[key]
+            known[graph.fingerprint] = _taken_over(known.values(), graph) or self._search(graph, part, batches[host])
+        return known[graph.fingerprint]
+
+    def _search(self, graph: Graph, part: ClusterSpec, batch: int) -> tuple[Plan, float] | None:
+        try:
+            plan = plan_graph(choices(graph), part, optimizer=self.optimizer, effort=self.effort)
+        except InfeasibleError as e:
+            if batch == 1:
+                raise InfeasibleError(f"host {part.hosts[0].name!r} with one sample of the batch: {e}") from None
+            return None
+        return plan, _sums_s(graph, plan, part)
 
     @cached_property
     def rates(self) -> list[float]:
@@ -261,8 +292,24 @@ def _named(placement: Placement | None) -> Placement | None:
     return replace(placement, group=BATCH) if isinstance(placement, Shard) else placement
 
 
-def _listed(hosts: Sequence[HostSpec], most: Sequence[int]) -> str:
-    return ", ".join(f"{count} on {host.name!r}" for host, count in zip(hosts, most, strict=True))
+def _listed(hosts: Sequence[HostSpec], rooms: Sequence[_Room]) -> str:
+    return ", ".join(f"{room.cap} on {host.name!r}" for host, room in zip(hosts, rooms, strict=True))
+
+
+def _taken_over(known: Iterable[tuple[Plan, float] | None], graph: Graph) -> tuple[Plan, float] | None:
+    """A plan for an equal part on equal devices, for this part: graphs of different places in the batch differ in where
+    slices begin and dropout's masks. None if its strategies are not possible here."""
+    for found in known:
+        if found is not None:
+            plan, sums_s = found
+            made = plan.provenance.model_copy(update={"model_fingerprint": graph.fingerprint})
+            plan = plan.model_copy(update={"provenance": made})
+            try:
+                lower(graph, plan)
+            except PlanError:
+                continue
+            return plan, sums_s
+    return None
 
 
 def _speeds(graph: Graph, cluster: ClusterSpec) -> list[float]:
@@ -298,6 +345,6 @@ def _arithmetic(graph: Graph, cluster: ClusterSpec) -> list[tuple[float, list[fl
     flops: dict[tuple[OpClass, torch.dtype], float] = {}
     for node in graph.nodes:
         work = node_work(graph, node)
-        if work.flops:
+        if work.op_class in ("matmul", "attention", "conv"):
             flops[work.op_class, work.dtype] = flops.get((work.op_class, work.dtype), 0.0) + work.flops
     return [(f, [DEFAULT_MODEL.flops_per_s(d, *kind) for d in cluster.devices]) for kind, f in flops.items()]

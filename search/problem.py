@@ -16,8 +16,10 @@ import numpy as np
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import Drafts
 from hap.conversion import find_needs
+from hap.cost_models.compute import parts_seconds
 from hap.cost_models.evaluate import Evaluation, Prepared
 from hap.fabric import Array
+from hap.hosts_sum import HOSTS_SUM
 from hap.placement import GroupSizes, Shard, Sizes
 from hap.plan import Recomputed, Strategy
 from hap.rules.choices import Choices, replicated
@@ -86,9 +88,10 @@ class Problem:
 
     @cached_property
     def whole_s(self) -> Array:
-        """Seconds that every rank would need for the whole step alone (N,)."""
+        """Seconds that every rank would need for the whole step alone, but for sums over hosts (N,)."""
         calls, measured = self.facts.calls, self.facts.compute.is_measured
-        whole = [(n.name, self.choices.strategies[n.name][0]) for n in self.choices.graph.nodes if not n.is_source]
+        computing = [n.name for n in self.choices.graph.nodes if not n.is_source and n.op != HOSTS_SUM]
+        whole = [(name, self.choices.strategies[name][0]) for name in computing]
         if not whole:
             return np.full(self.world_size, 1e-12)
         kinds = [calls.kind(name, strategy, measured=measured) for name, strategy in whole]
@@ -102,6 +105,15 @@ class Problem:
     def scale_s(self) -> float:
         """Seconds of all work, perfectly dealt out."""
         return float(1.0 / (1.0 / self.whole_s).sum())
+
+    def sums_s(self, strategies: Mapping[str, Strategy]) -> float:
+        """Seconds of the sums over hosts, which may all be sent beside compute."""
+        device = self.cluster.devices[0]
+        return sum(parts_seconds(self.facts.parts(name, strategies[name]), 1.0, device) for name in self._sums)
+
+    @cached_property
+    def _sums(self) -> tuple[str, ...]:
+        return tuple(n.name for n in self.choices.graph.nodes if n.op == HOSTS_SUM)
 
     @cached_property
     def of_inputs(self) -> frozenset[str]:

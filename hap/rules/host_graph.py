@@ -25,7 +25,7 @@ from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.placement import PARTIAL, REPLICATE, GroupSizes, LocalSize, Placement, Shard, concrete_shape
 from hap.plan import Strategy
 from hap.rules.choices import Choices, Group
-from hap.rules.localize import localize
+from hap.rules.localize import Arguments, localize
 
 
 def deal_batch(choices: Choices) -> dict[str, Strategy]:
@@ -42,7 +42,7 @@ def deal_batch(choices: Choices) -> dict[str, Strategy]:
         blocked = next((n for n in choices.graph.nodes if not dealing.place(n)), None)
         if blocked is None:
             return dealing.found
-        more = dealing.small_ancestors(blocked) - whole
+        more = dealing.dealt_freely(blocked) or dealing.small_ancestors(blocked)
         if not more:
             raise PlanError(
                 f"{blocked.op} in module {blocked.module!r} mixes the samples of a batch, so hosts cannot each run a "
@@ -77,28 +77,44 @@ class _Dealing:
         self.summed |= {v for v, want in wanted if want == REPLICATE and self._held(v) == PARTIAL}
         return True
 
+    def dealt_freely(self, node: Node) -> set[str]:
+        """Of what the node's sharded arguments are made of what is sharded though nothing that it reads is: it might be
+        cut in another way, or not at all."""
+        found = set()
+        for name in self._sharded_ancestors(node):
+            made = self.graph.by_name[name]
+            if not made.is_source and not any(isinstance(self._held(v), Shard) for v in made.inputs):
+                found.add(name)
+        return found
+
     def small_ancestors(self, node: Node) -> set[str]:
         """All that the node's sharded arguments are made of, if none of it is larger than the largest input, or
         partial: an index or a mask, which every host may as well have whole. Else nothing."""
         room = max(n.meta.nbytes for n in self.graph.sources("input"))
+        found = self._sharded_ancestors(node)
+        for name in found:
+            sizes = [meta.nbytes for meta in self.graph.by_name[name].outputs if meta is not None]
+            if PARTIAL in self.found[name].outputs or max(sizes) > room:
+                return set()
+        return found
+
+    def _sharded_ancestors(self, node: Node) -> set[str]:
         pending, found = [v.node for v in node.inputs if isinstance(self._held(v), Shard)], set[str]()
         while pending:
             name = pending.pop()
-            made = self.graph.by_name[name]
-            placements = self.found[name].outputs
-            if PARTIAL in placements or any(m is not None and m.nbytes > room for m in made.outputs):
-                return set()
-            if name not in found and any(isinstance(p, Shard) for p in placements):
+            if name not in found:
                 found.add(name)
-                pending.extend(v.node for v in made.inputs)
+                inputs = self.graph.by_name[name].inputs
+                pending.extend(v.node for v in inputs if isinstance(self._held(v), Shard))
         return found
 
     def _held(self, value: Value) -> Placement | None:
         return self.found[value.node].outputs[value.index]
 
-    def _cost(self, node: Node, strategy: Strategy) -> tuple[int, int, int] | None:
-        """(bytes to sum, of arguments and of what is left partial; arguments to cut; of the bytes those of arguments,
-        as what is summed late may be summed with more); None if sums and slices of the batch are not enough."""
+    def _cost(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int] | None:
+        """(bytes to sum, of arguments and of what is left partial; bytes that every host makes whole; arguments to cut;
+        of the first those of arguments, as what is summed late may be summed with more); None if sums and slices of the
+        batch are not enough."""
         shards = [p for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)]
         if any(p.group != self.batch for p in shards):
             return None
@@ -114,8 +130,9 @@ class _Dealing:
             else:
                 return None
         made = zip(node.outputs, strategy.outputs, strict=True)
-        later = sum(meta.nbytes for meta, p in made if meta is not None and p == PARTIAL)
-        return nbytes + later, sliced, nbytes
+        whole = [(meta.nbytes, p) for meta, p in made if meta is not None and not isinstance(p, Shard)]
+        later = sum(size for size, p in whole if p == PARTIAL)
+        return nbytes + later, sum(size for size, _ in whole), sliced, nbytes
 
 
 def batch_group(choices: Choices) -> Group:
@@ -153,8 +170,9 @@ class _HostGraph:
 
     def run(self) -> Graph:
         graph = self.graph
+        self.arguments = {n.name: self._arguments(n) for n in graph.nodes}
         needs: dict[str, list[Need]] = {}
-        for need in find_needs(graph, self.strategies):
+        for need in self._needs():
             needs.setdefault(need.value.node, []).append(need)
         self.hosts = len(next(iter(self.sizes.values())))
         self.sites = 0
@@ -174,6 +192,23 @@ class _HostGraph:
         verify_graph(found)
         return found
 
+    def _arguments(self, node: Node) -> Arguments:
+        strategy = self.strategies[node.name]
+        if (len(strategy.inputs), len(strategy.outputs)) != (len(node.inputs), len(node.outputs)):
+            raise PlanError(f"{node.name}: strategy {strategy} does not fit a call of {node.op}")
+        if any((p is None) != (meta is None) for p, meta in zip(strategy.outputs, node.outputs, strict=True)):
+            raise PlanError(f"{node.name}: strategy {strategy} does not fit the outputs of {node.op}")
+        return localize(node, strategy, self.graph)
+
+    def _needs(self) -> tuple[Need, ...]:
+        try:
+            needs = find_needs(self.graph, self.strategies)
+            for need in needs:
+                need.collective  # noqa: B018  (raises where there is none)
+        except AssertionError as e:
+            raise PlanError(f"between hosts the plan asks for a conversion that does not exist: {e}") from None
+        return needs
+
     def _read(self, value: Value, wanted: Placement | None) -> Value:
         assert wanted is not None
         held = self.strategies[value.node].outputs[value.index]
@@ -181,7 +216,7 @@ class _HostGraph:
 
     def _local(self, node: Node) -> Node:
         strategy = self.strategies[node.name]
-        args, kwargs = localize(node, strategy, self.graph)
+        args, kwargs = self.arguments[node.name]
         wanted = iter(strategy.inputs)
         read = lambda value: self._read(value, next(wanted))  # noqa: E731
         args = tuple(map_values(self._numbers(a), read) for a in args)
@@ -229,4 +264,5 @@ class _HostGraph:
         start, size = sum(held[: self.host]) * target.unit, held[self.host] * target.unit
         part = replace(meta, shape=concrete_shape(meta.shape, target, self.sizes, self.host))
         args = (value, target.dim, start, start + size)
-        return replace(like, name=f"{name}_here", op="aten.slice.Tensor", args=args, outputs=(part,))
+        ways = sum(v == value for v, _ in self.converted)
+        return replace(like, name=f"{name}_here{ways or ''}", op="aten.slice.Tensor", args=args, outputs=(part,))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hap.capture import capture, interpret, source_values
 from hap.capture.attention import canonical_attention, causal_masks
 from hap.capture.cleanup import (
     Pass,
@@ -19,6 +20,7 @@ from hap.capture.cleanup import (
     drop_unused,
     merge_equal,
     rename_nodes,
+    spell_constants,
     spell_views,
 )
 from hap.graph import Graph, Node, TensorMeta, Value, verify_graph
@@ -57,6 +59,54 @@ class Build:
 def test_views_have_one_name_and_real_sizes(op: str) -> None:
     _, calls = Build(x=meta(2, 6)).call("y", op, (v("x"), (-1, 3)), meta(4, 3)).after(spell_views)
     assert calls["y"] == ("aten.view.default", v("x"), (4, 3))
+
+
+CONSTANTS = [
+    ("aten.new_zeros.default", ((2, 3),), {}, meta(2, 3), 0),
+    ("aten.new_zeros.default", ((2, 3),), {"dtype": I64}, meta(2, 3, dtype=I64), 0),
+    ("aten.new_ones.default", ((4,),), {"dtype": torch.bool, "pin_memory": False}, meta(4, dtype=torch.bool), 1),
+    ("aten.new_ones.default", ((),), {}, meta(), 1),
+    ("aten.new_ones.default", ((0, 5),), {"dtype": torch.bfloat16}, meta(0, 5, dtype=torch.bfloat16), 1),
+    ("aten.new_full.default", ((3,), -1.5), {"dtype": torch.float64}, meta(3, dtype=torch.float64), -1.5),
+    ("aten.new_full.default", ((3,),), {"fill_value": 7}, meta(3), 7),
+    ("aten.new_full.default", ((3,), 2.75), {"dtype": I64}, meta(3, dtype=I64), 2.75),
+    ("aten.new_full.default", ((3,), 0), {"dtype": torch.bool}, meta(3, dtype=torch.bool), 0),
+    ("aten.new_full.default", ((2,), -math.inf), {}, meta(2), -math.inf),
+    ("aten.new_full.default", ((2,), True), {}, meta(2), True),
+]
+
+
+@pytest.mark.parametrize(("op", "rest", "options", "output", "value"), CONSTANTS)
+def test_new_constants_are_full_of_the_same(
+    op: str, rest: tuple[Any, ...], options: dict[str, Any], output: TensorMeta, value: float
+) -> None:
+    """And read nothing: their argument, which only says a dtype and a device, is free to lie as it likes."""
+    build = Build(x=meta(2, 6)).call("y", op, (v("x"), *rest), output, **options)
+    graph, calls = build.after(spell_constants)
+    assert calls["y"] == ("aten.full.default", output.shape, value) and type(calls["y"][2]) is type(value)
+    made = graph.by_name["y"]
+    assert made.kwargs == (("dtype", output.dtype),) and made.outputs == (output,) and made.inputs == ()
+    env = {v("x"): torch.ones(2, 6)}
+    before, _ = build.after(lambda graph: graph)
+    expected, found = (interpret(g, env)[v("y")] for g in (before, graph))
+    assert found.dtype == expected.dtype == output.dtype and found.shape == expected.shape == output.shape
+    assert torch.equal(found, expected)
+
+
+def test_a_captured_step_has_no_new_constants_and_means_the_same() -> None:
+    class Filled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            row = x.new_full((6,), 1.5) + x.new_ones((6,)) - x.new_zeros((3, 6), dtype=torch.float32)
+            return (x * row[0]).sum()
+
+    x = torch.linspace(-1, 2, 12, dtype=torch.float64).reshape(2, 6)
+    model = Filled(6, 6).double()
+    graph = capture(model, x)
+    assert not [n for n in graph.nodes if ".new_" in n.op]
+    assert [n.inputs for n in graph.nodes if n.op == "aten.full.default"] == [()] * 3
+    values = interpret(graph, source_values(graph, model, x))
+    torch.testing.assert_close(values[graph.loss], model(x).detach(), rtol=1e-15, atol=0)
 
 
 def test_expand_has_real_sizes() -> None:

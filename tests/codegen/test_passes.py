@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -15,6 +16,7 @@ from hap.capture import capture, interpret, source_values
 from hap.codegen.lowering import lower
 from hap.codegen.passes.bucket import bucket_collectives
 from hap.codegen.passes.fuse import fuse_calls
+from hap.codegen.passes.hoist import hoist_batch_sums
 from hap.codegen.passes.overlap import overlap_collectives, prefetch_parameters
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
@@ -23,7 +25,9 @@ from hap.codegen.program import Call, Convert, Program, Start, Together, Wait, v
 from hap.codegen.source import to_python
 from hap.errors import PlanError
 from hap.graph import Value
+from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.rules.choices import Choices, choices
+from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.runtime.lockstep import run_lockstep
 from tests._support import cases, gpt2
 from tests._support.plans import make_plan, random_sizes, random_strategies
@@ -289,3 +293,58 @@ def test_the_emitted_file_says_what_is_under_way() -> None:
     assert " = comm.start(" in text and "= comm.wait(" in text
     assert max(map(len, text.splitlines())) <= 120
     assert "start all_gather" in print_program(program)
+
+
+# ------------------------------------------------------------------------------------------------ sums over hosts
+
+
+def sites(program: Program) -> list[int]:
+    calls = [i for i in (*program.forward, *program.backward) if isinstance(i, Call) and i.op == HOSTS_SUM]
+    return [call.args[SITE] for call in calls]
+
+
+@cache
+def host_of_two() -> Choices:
+    """One of two hosts, which has five of eight samples of GPT-2."""
+    found = choices(gpt2.graph())
+    sizes = {batch_group(found).name: (5, 3)}
+    return choices(host_graph(found.graph, deal_batch(found), sizes, 0, 3))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_over_hosts_are_made_in_the_order_of_their_sites(seed: int) -> None:
+    """Whatever else moves: so hosts with other strategies make the same ones at the same time."""
+    found, source = host_of_two(), random.Random(seed)
+    plan = make_plan(found, random_strategies(found, source), random_sizes(found, 3, source), regather=seed % 2 == 1)
+    before = lower(found.graph, plan)
+    expected = list(range(len(summed(found.graph))))
+    assert len(expected) > 28 and sites(before) == expected
+    for limit in (0, 20_000, 1 << 20):
+        outcome = run_passes(before, standard_passes(limit_bytes=limit))
+        assert [sites(stage) for stage in outcome.stages] == [expected] * len(outcome.stages)
+
+
+def test_a_sum_over_hosts_is_not_put_off() -> None:
+    """It reads what was summed inside the host, and is only handed out, as the view of it."""
+    program = data_parallel()
+    gradient = next(c for c in program.backward if isinstance(c, Convert))
+    at = program.backward.index(gradient)
+    total = Call(("total",), HOSTS_SUM, (Value(gradient.output), 0, 2, 3), (), "")
+    view = Call(("viewed",), "aten.view.default", (Value("total"), [-1]), (), "")
+    held = {**program.held, "total": program.held[gradient.output], "viewed": program.held[gradient.output]}
+    longer = replace(
+        program, backward=(*program.backward[: at + 1], total, view, *program.backward[at + 1 :]), held=held
+    )
+    assert sink_results(longer).backward.index(total) == at + 1
+
+
+def test_a_sum_over_hosts_is_not_brought_forward() -> None:
+    """Of the number of targets, which follows from the batch alone and is then summed inside the host."""
+    program = data_parallel()
+    count = next(c for c in program.forward if isinstance(c, Convert) and c.kind == "all_reduce")
+    assert hoist_batch_sums(program).forward != program.forward
+    at = program.forward.index(count)
+    total = Call(("total",), HOSTS_SUM, (Value(count.input), 0, 2, 3), (), "")
+    forward = (*program.forward[:at], total, replace(count, input="total"), *program.forward[at + 1 :])
+    longer = replace(program, forward=forward, held={**program.held, "total": program.held[count.input]})
+    assert hoist_batch_sums(longer).forward == forward

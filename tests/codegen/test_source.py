@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
 import subprocess
 import sys
@@ -20,11 +22,14 @@ from hap.codegen.program import Program
 from hap.codegen.source import to_python
 from hap.codegen.text import Bracket, call, literal, statement
 from hap.graph import Graph
+from hap.mesh import graph_of
 from hap.placement import Shard, take_shard
 from hap.plan import Plan
+from hap.rules.host_graph import summed
 from hap.runtime import standalone
 from hap.runtime.collectives import Communicator
 from tests._support import cases, gpt2
+from tests._support.mesh import make_mesh
 from tests._support.plans import replicated_plan
 from tests._support.ranks import run_ranks
 
@@ -140,6 +145,24 @@ def test_one_device_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(emitted(replicated_plan(gpt2.graph())))
     runpy.run_path(str(path), run_name="__main__")
     assert "28 gradients, 1 ranks" in capsys.readouterr().out
+
+
+def test_sums_over_hosts_are_asked_of_the_communicator_by_their_numbers() -> None:
+    """In the file and in the module, in program order; no import of the operator, which a file does not call."""
+    plan = make_mesh(gpt2.graph(), (2, 1), (5, 3))
+    for host, ranks in enumerate((2, 1)):
+        graph, inside = graph_of(gpt2.graph(), plan, host), plan.inside_of(host)
+        program, sums = lower(graph, inside), summed(graph)
+        text = to_python(program, inside)
+        lines = [ast.unparse(n) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Assign)]
+        found = [m for line in lines if (m := re.fullmatch(r"\w+ = comm\.over_hosts\(\w+, (\d+)\)", line))]
+        assert sorted(int(m[1]) for m in found) == list(range(len(sums))) and len(sums) > 28
+        order = [int(site) for site in re.findall(r"comm\.over_hosts\(\s*\w+, (\d+)", text)]
+        assert order == list(range(len(sums))) and "hosts_sum" not in text
+        for rank in range(ranks):
+            nodes = [n for m in to_graph_modules(program, rank) for n in m.graph.nodes if n.target == "over_hosts"]
+            assert [(n.op, n.args[2]) for n in nodes] == [("call_method", site) for site in range(len(sums))]
+            assert all(str(n.args[0]) == "comm" and len(n.args) == 3 and not n.kwargs for n in nodes)
 
 
 def test_brackets_break_as_black_breaks_them() -> None:

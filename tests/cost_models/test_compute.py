@@ -1,10 +1,14 @@
 """Seconds of one call: the roofline by hand, shares, and its linear form."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hap.codegen.layout import Layout
 from hap.cost_models.compute import (
     ComputeTable,
     node_coefficients,
@@ -16,9 +20,11 @@ from hap.cost_models.compute import (
 )
 from hap.cost_models.work import node_work
 from hap.errors import ClusterError
-from hap.hosts import Device
+from hap.hosts import Device, Duplex
+from hap.hosts_sum import HOSTS_SUM, least_seconds_per_byte, outward_bytes, owned_parts
 from hap.placement import Shard
 from hap.plan import Strategy
+from hap.runtime.ragged import Exchange, Site
 from tests.cost_models.build import IDEAL, P, R, V, cluster, loose, node, source
 
 ROWS, DEEP = Shard(0, 1, 8, 1, "g"), Shard(1, 1, 8, 1, "g")
@@ -103,6 +109,87 @@ def test_all_ranks_at_once_equal_one_by_one() -> None:
         shares = torch.tensor(sizes["g"], dtype=torch.float64).numpy() / 8
         one_by_one = [node_seconds(GRAPH, MM, strategy, sizes, d, d.rank) for d in devices]
         assert ComputeTable(devices).seconds(parts, shares).tolist() == pytest.approx(one_by_one)
+
+
+HOSTS, RANKS = 4, 3
+SUM = loose(source("a", (8, 8)), node("s", HOSTS_SUM, [V("a"), 5, HOSTS, RANKS], (8, 8)))  # 256 bytes
+DEALT, WHOLE = Strategy((ROWS,), (ROWS,)), Strategy((R,), (R,))
+
+
+def networked(up: float, down: float, latency: float = 0.0) -> Device:
+    return replace(device({"float32": 1.0}), outward=Duplex(up, down, latency))
+
+
+@pytest.mark.parametrize(("up", "down"), [(1e3, 4e3), (4e3, 1e3)])
+def test_a_sum_over_hosts_takes_what_passes_the_host_s_slower_way(up: float, down: float) -> None:
+    """Of 256 bytes three quarters go out, and another three quarters for each rank that needs the sum: 384 bytes where
+    it is dealt out inside, 768 where three ranks hold it whole; at 1 kB/s."""
+    on = networked(up, down)
+    for strategy, expected in ((DEALT, 0.384), (WHOLE, 0.768)):
+        for share in range(9):  # all ranks wait for the whole
+            sizes = {"g": (share, 8 - share)}
+            seconds = node_seconds(SUM, SUM.by_name["s"], strategy, sizes, on, 0)
+            assert seconds == pytest.approx(1e-3 + expected)
+
+
+def test_a_small_sum_over_hosts_takes_two_rounds() -> None:
+    for strategy in (DEALT, WHOLE):
+        on = networked(1e9, 1e9, latency=0.25)
+        assert node_seconds(SUM, SUM.by_name["s"], strategy, {"g": (8, 0)}, on, 1) == pytest.approx(1e-3 + 0.5)
+
+
+def test_a_sum_over_hosts_has_one_price_wherever_it_is_asked_for() -> None:
+    spec = cluster([1000, 1000], memory_bandwidth="1GB/s", launch="2us", latency="3us")
+    for strategy in (DEALT, WHOLE):
+        parts = split_work(node_work(SUM, SUM.by_name["s"]), strategy)
+        shares = np.array([0.0, 1.0])
+        one_by_one = [parts_seconds(parts, share, d) for share, d in zip(shares, spec.devices, strict=True)]
+        table = ComputeTable(spec.devices)
+        assert table.seconds(parts, shares).tolist() == pytest.approx(one_by_one)
+        assert table.of_many([parts], shares[None])[0].tolist() == pytest.approx(one_by_one)
+        fixed, slope = parts_coefficients(parts, spec.devices[0])
+        assert (fixed, slope) == pytest.approx((one_by_one[0], 0.0))
+
+
+def test_a_host_without_a_network_sums_nothing() -> None:
+    for strategy in (DEALT, WHOLE):
+        with pytest.raises(ClusterError, match=r"^host 'h' has no network, so nothing can be summed over hosts$"):
+            node_seconds(SUM, SUM.by_name["s"], strategy, {"g": (4, 4)}, COMPUTE_BOUND, 0)
+
+
+@given(st.lists(st.floats(1e6, 1e12), min_size=2, max_size=6))
+def test_hosts_sum_such_parts_that_the_slowest_takes_as_little_as_can_be(rates: list[float]) -> None:
+    """A host that sums a part l sends 1 + (H - 2) l of a tensor."""
+    parts = owned_parts(rates)
+    assert sum(parts) == pytest.approx(1) and min(parts) >= 0
+    slowest = max((1 + (len(rates) - 2) * part) / rate for part, rate in zip(parts, rates, strict=True))
+    assert slowest == pytest.approx(least_seconds_per_byte(rates))
+    assert slowest >= max(1 / min(rates), 2 * (len(rates) - 1) / sum(rates)) * (1 - 1e-9)
+
+
+def test_parts_of_sums_by_hand() -> None:
+    assert owned_parts([1e9] * 4) == pytest.approx((0.25,) * 4)
+    assert owned_parts([1e9, 1e6]) == (0.5, 0.5)  # of two hosts each sends all of it once, whoever adds
+    assert owned_parts([2e9, 2e9, 1e6]) == pytest.approx((0.5, 0.5, 0.0), abs=1e-3)
+    assert owned_parts([1e9, 1.5e9, 1.5e9]) == pytest.approx((0.0, 0.5, 0.5), abs=1e-9)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+def test_outward_bytes_are_those_that_the_runtime_sends(hosts: int, ranks: int) -> None:
+    """Counted in its splits, where hosts are alike and the tensor can be cut evenly: out of each host, and into it."""
+    by_rows = Layout(0, 1, 1, tuple(24 // ranks for _ in range(ranks)))
+    for layout, copies in ((None, ranks), (by_rows, 1)):
+        site = Site((24, 3), (layout,) * hosts)
+        sent, received = [0] * hosts, [0] * hosts
+        for rank in range(hosts * ranks):
+            for splits in Exchange([site], (ranks,) * hosts, rank).splits:
+                for other in range(hosts * ranks):
+                    if other // ranks != rank // ranks:
+                        sent[rank // ranks] += splits.outgoing[other]
+                        received[rank // ranks] += splits.incoming[other]
+        expected = outward_bytes(24 * 3, hosts, copies)
+        assert sent == received == [expected] * hosts
 
 
 def test_a_missing_dtype_has_a_stated_stand_in() -> None:

@@ -1,6 +1,7 @@
 """Playing a step: blocking collectives as ``evaluate`` adds them up, overlapped ones by hand."""
 
 import json
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -93,6 +94,36 @@ def test_events_by_hand() -> None:
     wire = [(s.name, s.start_s, s.end_s) for s in found.spans if s.stream == "communication"]
     assert wire == [("x", 2.0, 5.0), ("y", 5.0, 6.0)]
     assert [s.name for s in found.critical_path] == ["a", "x", "y", "c"]
+
+
+def test_sums_over_hosts_have_a_stream_of_their_own() -> None:
+    """Ranks are there at 1 and 2 s. From then on a sum over hosts lasts 4 s, beside it a collective 1 s: till 3 s. The
+    next sum is issued at 3 s and has its stream from 6 to 7 s; a collective after it begins at once, at 3 s. Nobody
+    waits for the last sum: the step ends with it, as with what is left on the wire."""
+    events = [
+        Local("a", "forward", np.array([1.0, 2.0])),
+        Issue("h1", "x", "hosts_sum", 4.0, stream="hosts"),
+        Issue("w1", "y", "all_reduce", 1.0),
+        Await("w1"),
+        Issue("h2", "z", "hosts_sum", 1.0, stream="hosts"),
+        Issue("w2", "u", "all_reduce", 0.5),
+        Await("w2"),
+        Await("h1"),
+        Local("b", "update", np.array([0.25, 0.5])),
+    ]
+    found = play(events, ("left", "right"))
+    wire = [(s.name, s.start_s, s.end_s) for s in found.spans if s.stream == "communication"]
+    assert wire == [("x", 2.0, 6.0), ("y", 2.0, 3.0), ("z", 6.0, 7.0), ("u", 3.0, 3.5)]
+    assert [(s.rank, s.start_s) for s in found.spans if s.name == "b"] == [(0, 6.0), (1, 6.0)]
+    assert found.step_s == 7.0 and found.busy_s == (1.25, 2.5) and found.exposed_s == (4.0, 4.0)
+    assert [s.name for s in found.critical_path] == ["a", "x", "z"]
+
+
+@pytest.mark.parametrize("stream", ["wire", "hosts"])
+def test_what_is_not_awaited_ends_with_the_step_on_either_stream(stream: Literal["wire", "hosts"]) -> None:
+    events = [Local("a", "forward", np.array([1.0])), Issue("h", "x", "any", 2.0, stream=stream)]
+    assert play(events, ("only",)).step_s == 3.0
+    assert play(events[:1], ("only",)).step_s == 1.0 and play([], ("only",)).step_s == 0.0
 
 
 def test_a_rank_goes_on_when_it_has_what_it_needs() -> None:

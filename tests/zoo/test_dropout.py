@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
@@ -48,6 +50,44 @@ def test_a_piece_has_its_part_of_the_whole_mask(shard):
         expected = take_shard(whole, shard, sizes, rank)
         place = (shard.dim, shard.outer, shard.n, shard.unit, sum(sizes[:rank]))
         assert keep_mask(expected.shape, SEED, 0.4, 3, place).equal(expected)
+
+
+Piece = tuple[Shard, tuple[int, ...], int]  # a rank's
+
+
+@st.composite
+def pieces_of_pieces(draw) -> tuple[tuple[int, ...], Piece, Piece]:
+    """A shape, a piece of it, and a piece of that along the same dim or another, an empty one now and then."""
+    few, counts = st.integers(1, 3), st.lists(st.integers(0, 3), min_size=1, max_size=3)
+    dims = draw(st.integers(1, 3))
+    first, second = (draw(st.integers(0, dims - 1)) for _ in range(2))
+    shape = [draw(st.integers(1, 5)) for _ in range(dims)]
+    sizes = tuple(draw(counts.filter(any)))
+    shard = Shard(first, draw(few), sum(sizes), draw(few), "hosts")
+    shape[first] = shard.extent
+    rank = draw(st.integers(0, len(sizes) - 1).filter(lambda r: sizes[r] or first != second))
+    extent = shard.local_extent(sizes[rank]) if first == second else shape[second]
+    outer = draw(st.sampled_from([d for d in range(1, extent + 1) if extent % d == 0]))
+    unit = draw(st.sampled_from([d for d in range(1, extent // outer + 1) if extent // outer % d == 0]))
+    n = extent // outer // unit
+    cuts = sorted(draw(st.lists(st.integers(0, n), min_size=2, max_size=2)))
+    inside = (cuts[0], cuts[1] - cuts[0], n - cuts[1])
+    return (
+        tuple(shape),
+        (shard, sizes, rank),
+        (Shard(second, outer, n, unit, "inside"), inside, draw(st.integers(0, 2))),
+    )
+
+
+@settings(max_examples=300)
+@given(pieces_of_pieces())
+def test_a_piece_of_a_piece_has_its_part_of_the_whole_mask(given_pieces):
+    shape, *pieces = given_pieces
+    expected, places = keep_mask(shape, SEED, 0.4, 3), []
+    for shard, sizes, rank in pieces:
+        expected = take_shard(expected, shard, sizes, rank)
+        places += [shard.dim, shard.outer, shard.n, shard.unit, sum(sizes[:rank])]
+    assert keep_mask(expected.shape, SEED, 0.4, 3, places).equal(expected)
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

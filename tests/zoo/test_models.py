@@ -3,16 +3,38 @@
 import pytest
 
 from benchmarks.zoo_models import ZOO, find
+from hap.errors import PlanError
 from hap.rules.check import missing
+from tests.zoo.hosts import hosts_error
 from tests.zoo.lockstep import TOLERANCE, captured, random_error
 
 NAMES = [model.name for model in ZOO]
+MIXED = {  # the module that mixes samples
+    "mixtral": "model.model.layers.0.mlp.experts",
+    "whisper": "model.model.decoder.embed_positions",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_random_strategies_equal_one_device(name):
     error, where = random_error(find(name).build("small"), seed=NAMES.index(name))
     assert error <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in MIXED])
+def test_a_batch_dealt_to_hosts_equals_one_device(name):
+    error, where = hosts_error(find(name).build("small"), (3, 1, 2))
+    assert error <= TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_model_that_mixes_samples_is_refused_on_hosts_in_a_line(name):
+    with pytest.raises(PlanError) as refusal:
+        hosts_error(find(name).build("small"), (3, 1, 2))
+    assert str(refusal.value) == (
+        f"aten.index_put.default in module {MIXED[name]!r} mixes the samples of a batch, so hosts cannot each run a "
+        "part of it; plan on one axis"
+    )
 
 
 def test_no_rule_is_missing_at_the_published_size_where_operators_differ_most():

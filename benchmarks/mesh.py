@@ -37,7 +37,7 @@ CLUSTERS: Mapping[str, tuple[tuple[float, float], int]] = {  # TFLOP/s of the de
     "a fast host": ((3, 1), 1000),
     "a slow network": ((1, 1), 200),
 }
-CASES = (("GPT-2", 16), ("GPT-2", 3), ("BERT", 3), ("VGG", 4), ("MoE", 4))  # samples: fewer than ranks, or many
+CASES = (("GPT-2", 16), ("BERT", 16), ("ViT", 16), ("GPT-2", 3))  # samples: many, or fewer than ranks
 QUICK = (("GPT-2", 3),)
 SESSIONS = 2
 

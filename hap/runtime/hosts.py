@@ -22,7 +22,9 @@ from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
 from hap.runtime.ragged import Exchange, Site, Splits, all_to_all
 
 T = TypeVar("T")
-BUNDLE_BYTES = 16_000_000  # of whole tensors, at least, in one exchange of sums that nobody waits for
+BUNDLES = 8  # exchanges of the sums that nobody waits for, about, each of ...
+BUNDLE_BYTES = (500_000, 16_000_000)  # ... no fewer and no more bytes of whole tensors
+SUM_LANES = 2  # on CPUs: while one bundle is packed or added up, another is on the wire
 
 
 class HostCommunicator(Communicator):
@@ -43,7 +45,7 @@ class HostCommunicator(Communicator):
         device: torch.device | str = "cpu",
         *,
         later: Sequence[int] = (),
-        bundle_bytes: int = BUNDLE_BYTES,
+        bundle_bytes: int | None = None,
         check: bool | None = None,
     ) -> None:
         self.everyone = Communicator(world, device, check=check)
@@ -63,10 +65,14 @@ class HostCommunicator(Communicator):
             self._lanes, self._groups = [(ThreadLane(), group) for group in made[:LANES]], made[LANES:]
         self._bundle_bytes = bundle_bytes
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
-        self._lane: Lane | None = None
+        self._sum_lanes: list[tuple[Lane, dist.ProcessGroup]] = []
         if self.later and len(hosts) > 1:
-            self._lane = StreamLane(self.device) if self.device.type == "cuda" else ThreadLane()
-            self._lane_group = self._new_group(range(starts[-1]))
+            everyone = range(starts[-1])
+            if self.device.type == "cuda":
+                self._sum_lanes = [(StreamLane(self.device), self._new_group(everyone))]
+            else:
+                self._sum_lanes = [(ThreadLane(), self._new_group(everyone)) for _ in range(SUM_LANES)]
+        self._submitted = 0  # the same number on every rank
         self._given = 0  # of ``later``, in this step
         self._bundle: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # site, piece, result
         self._tickets: list[Ticket] = []
@@ -102,7 +108,7 @@ class HostCommunicator(Communicator):
         if site != expected:
             due = "none" if expected is None else f"site {expected}"
             raise ProgramError(f"sums over hosts for later: site {site} was given, {due} is next")
-        if self.check or self._lane is None:
+        if self.check or not self._sum_lanes:
             result = self.hosts_sum(piece, site)
             self._given += 1
             return result
@@ -113,9 +119,16 @@ class HostCommunicator(Communicator):
         self._bundle.append((site, piece, result))
         self._given += 1
         nbytes = sum(math.prod(self.sites[number].shape) * given.itemsize for number, given, _ in self._bundle)
-        if nbytes >= self._bundle_bytes or self._given == len(self.later):
+        if nbytes >= self._enough(piece.itemsize) or self._given == len(self.later):
             self._submit()
         return result
+
+    def _enough(self, itemsize: int) -> int:
+        """Bytes of a bundle."""
+        if self._bundle_bytes is None:
+            whole = sum(math.prod(self.sites[number].shape) for number in self.later) * itemsize
+            self._bundle_bytes = min(max(whole // BUNDLES, BUNDLE_BYTES[0]), BUNDLE_BYTES[1])
+        return self._bundle_bytes
 
     def finish(self) -> None:
         """Wait for the sums of ``hosts_sum_later``, and raise what went wrong with them. Then a new step may begin.
@@ -134,21 +147,29 @@ class HostCommunicator(Communicator):
                 ticket.wait()
 
     def _submit(self) -> None:
-        assert self._lane is not None
+        lane, group = self._sum_lanes[self._submitted % len(self._sum_lanes)]
+        self._submitted += 1
         sites, pieces, results = zip(*self._bundle, strict=True)
         self._bundle = []
         with self.wire():
-            self._tickets.append(self._lane.submit(partial(self._sum_bundle, self._exchange(sites), pieces, results)))
+            work = partial(self._sum_bundle, self._exchange(sites), pieces, results, group)
+            self._tickets.append(lane.submit(work))
 
-    def _sum_bundle(self, exchange: Exchange, pieces: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """What the lane does with a bundle."""
+    def _sum_bundle(
+        self,
+        exchange: Exchange,
+        pieces: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> None:
+        """What a lane does with a bundle."""
         if self._failure is not None:
             raise self._failure
         if self.device.type == "cuda":  # memory of the program's stream, which may be done with it before this one is
             for tensor in (*pieces, *results):
                 tensor.record_stream(torch.cuda.current_stream())
         try:
-            exchange.sum_into(results, pieces, partial(all_to_all, group=self._lane_group))
+            exchange.sum_into(results, pieces, partial(all_to_all, group=group))
         except BaseException as failure:
             self._failure = failure
             raise

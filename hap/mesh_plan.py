@@ -41,13 +41,19 @@ class HostPart(_Frozen):
 
 class MeshPrediction(_Frozen):
     """Seconds. ``step_s`` has nothing overlap, ``overlapped_s`` is the step as it is run, ``sums_s`` what sums over
-    hosts take of the first. ``arithmetic_s``: all arithmetic, perfectly dealt out; no plan of any mesh is faster by the
-    cost model."""
+    hosts take of the first. ``lower_bound_s``: what the first takes at least on these two axes, however the batch is
+    dealt out to these hosts. ``arithmetic_s``: all arithmetic, perfectly dealt out; no plan of any mesh is faster."""
 
     step_s: float = pydantic.Field(ge=0)
     overlapped_s: float | None = pydantic.Field(default=None, ge=0)
     sums_s: float = pydantic.Field(ge=0)
     arithmetic_s: float = pydantic.Field(ge=0)
+    lower_bound_s: float = pydantic.Field(ge=0)
+
+    @property
+    def gap(self) -> float:
+        """(step - bound) / step."""
+        return max(0.0, 1.0 - self.lower_bound_s / self.step_s) if self.step_s else 0.0
 
     @property
     def as_run_s(self) -> float:

@@ -9,8 +9,7 @@
    out in proportion to that, while the slowest host gets faster.
 
 The sums take what the hosts' ways out and in allow when slow hosts add up less (``hap.hosts_sum``). No bound of one
-axis goes for two; ``arithmetic_s`` does: for weights w >= 0 of the devices that sum to 1, a step takes at least the sum
-over its products, attentions and convolutions of ``flops * min_d (w[d] / rate[d])``, however they are dealt out.
+axis goes for two; ``mesh_bound`` has one that does.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
-
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
-from hap.cost_models.compute import DEFAULT_MODEL, node_seconds
-from hap.cost_models.work import OpClass, node_work
+from hap.cost_models.compute import node_seconds
 from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph
 from hap.hosts import DuplexSpec, HostSpec
@@ -35,6 +31,7 @@ from hap.plan import GroupPlan, Plan, Strategy
 from hap.rules.choices import Choices, choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.search.limits import Effort
+from hap.search.mesh_bound import arithmetic_s, least_s, speeds
 from hap.search.planner import plan_graph
 from hap.search.rounding import round_shares
 from hap.search.subsets import without
@@ -156,7 +153,7 @@ class _Mesh:
         return self.possible.graph
 
     def run(self) -> MeshPlan:
-        best = self._deal(_speeds(self.graph, self.cluster))
+        best = self._deal(speeds(self.graph, self.cluster))
         for _ in range(ROUNDS):
             if best.to_gain() < CLOSE:
                 break
@@ -276,6 +273,7 @@ class _Mesh:
                 overlapped_s=dealt.as_run_s,
                 sums_s=max(dealt.sums_s),
                 arithmetic_s=arithmetic_s(self.graph, self.cluster),
+                lower_bound_s=least_s(self.graph, self.cluster, self.optimizer),
             ),
         )
         verify_mesh_plan(found)
@@ -312,39 +310,8 @@ def _taken_over(known: Iterable[tuple[Plan, float] | None], graph: Graph) -> tup
     return None
 
 
-def _speeds(graph: Graph, cluster: ClusterSpec) -> list[float]:
-    """Of each host: steps a second, if its devices' arithmetic were all."""
-    alone = _alone_s(graph, cluster)
-    by_host = [sum(1 / alone[d.rank] for d in cluster.devices if d.host == h.name) for h in cluster.hosts]
-    return by_host
-
-
 def _sums_s(graph: Graph, plan: Plan, part: ClusterSpec) -> float:
     """Seconds of the sums over hosts in one host's step."""
     device = part.devices[0]
     found = (node_seconds(graph, n, plan.strategy(n.name), plan.sizes, device, 0) for n in summed(graph))
     return sum(found)
-
-
-def arithmetic_s(graph: Graph, cluster: ClusterSpec) -> float:
-    """See the module docstring; the weights are in proportion to each device's speed."""
-    work = _arithmetic(graph, cluster)
-    alone = _alone_s(graph, cluster)
-    total = sum(1 / s for s in alone)
-    return sum(flops * min(1 / s / total / rate for s, rate in zip(alone, rates, strict=True)) for flops, rates in work)
-
-
-def _alone_s(graph: Graph, cluster: ClusterSpec) -> list[float]:
-    """Seconds of all arithmetic on each device alone."""
-    work = _arithmetic(graph, cluster)
-    return [max(1e-12, sum(flops / rates[d.rank] for flops, rates in work)) for d in cluster.devices]
-
-
-def _arithmetic(graph: Graph, cluster: ClusterSpec) -> list[tuple[float, list[float]]]:
-    """Of each kind of arithmetic: the operations of a step, and how many a second each device does."""
-    flops: dict[tuple[OpClass, torch.dtype], float] = {}
-    for node in graph.nodes:
-        work = node_work(graph, node)
-        if work.op_class in ("matmul", "attention", "conv"):
-            flops[work.op_class, work.dtype] = flops.get((work.op_class, work.dtype), 0.0) + work.flops
-    return [(f, [DEFAULT_MODEL.flops_per_s(d, *kind) for d in cluster.devices]) for kind, f in flops.items()]

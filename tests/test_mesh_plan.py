@@ -69,9 +69,9 @@ def test_a_plan_comes_back_from_its_text(tmp_path: Path) -> None:
 
 def test_what_was_not_predicted_comes_back_as_nothing() -> None:
     assert mesh().predicted.overlapped_s is None and mesh().predicted.as_run_s == mesh().predicted.step_s == 1.0
-    told = MeshPrediction(step_s=2.0, overlapped_s=1.5, sums_s=0.25, arithmetic_s=0.5)
+    told = MeshPrediction(step_s=2.0, overlapped_s=1.5, sums_s=0.25, arithmetic_s=0.5, lower_bound_s=1.0)
     again = parse_plan(changed(predicted=told).to_json())
-    assert again.predicted == told and again.predicted.as_run_s == 1.5
+    assert again.predicted == told and again.predicted.as_run_s == 1.5 and again.predicted.gap == 0.5
 
 
 def test_ranks_are_numbered_through_the_hosts() -> None:
@@ -165,8 +165,8 @@ def test_no_older_version_had_two_axes(version: int) -> None:
         ("hosts.1.inside", {"hosts": [{"inside": -1}]}),
         ("hosts.1.color", {"hosts": [{"color": "red"}]}),
         ("surprise", {"surprise": 1}),
-        ("predicted.sums_s", {"predicted": {"step_s": 1.0, "sums_s": -1.0, "arithmetic_s": 0.0}}),
-        ("predicted.arithmetic_s", {"predicted": {"step_s": 1.0, "sums_s": 0.0}}),
+        ("predicted.sums_s", {"predicted": {"step_s": 1.0, "sums_s": -1.0, "arithmetic_s": 0.0, "lower_bound_s": 0.0}}),
+        ("predicted.arithmetic_s", {"predicted": {"step_s": 1.0, "sums_s": 0.0, "lower_bound_s": 0.0}}),
         ("batch", {"batch": None}),
         ("inside", {"inside": 3}),
     ],

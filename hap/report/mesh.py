@@ -17,10 +17,13 @@ def summarize_mesh(plan: MeshPlan) -> str:
         f"{made.model}: {quantity(made.parameters)} parameters on {made.cluster}: "
         f"{counted(len(plan.hosts), 'host')}, {counted(plan.world_size, 'rank')}, a mesh of two axes"
     )
-    times = (
-        f"step as run: {seconds(predicted.as_run_s)} ({seconds(predicted.step_s)} with nothing overlapped); "
-        f"sums over hosts take {seconds(predicted.sums_s)} of it; all arithmetic, perfectly dealt out, would take "
-        f"{seconds(predicted.arithmetic_s)}"
+    times = "\n".join(
+        [
+            f"predicted step: {seconds(predicted.as_run_s)} as it is run",
+            f"nothing overlapped: {seconds(predicted.step_s)}, of it sums over hosts {seconds(predicted.sums_s)}; no "
+            f"plan of these two axes can take less than {seconds(predicted.lower_bound_s)} (proved, gap "
+            f"{predicted.gap:.1%})",
+        ]
     )
     rows = [["host", "ranks", "batch", "step", "plan"]]
     for number, host in enumerate(plan.hosts):

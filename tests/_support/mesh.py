@@ -43,7 +43,7 @@ def make_mesh(graph: Graph, ranks: Sequence[int], batches: Sequence[int], seed: 
         batch=GroupPlan(n=group.n, label=group.label, sizes=tuple(batches)),
         between={name: str(s) for name, s in strategies.items()},
         inside=tuple(inside),
-        predicted=MeshPrediction(step_s=1.0, overlapped_s=None, sums_s=0.0, arithmetic_s=0.0),
+        predicted=MeshPrediction(step_s=1.0, overlapped_s=None, sums_s=0.0, arithmetic_s=0.0, lower_bound_s=0.0),
     )
     verify_mesh_plan(plan)
     return plan

@@ -27,10 +27,11 @@ from hap.mesh import graph_of, program_of, sums_in_order
 from hap.mesh_plan import BATCH, MeshPlan, parse_plan
 from hap.placement import Shard
 from hap.plan import Plan
-from hap.rules.choices import Choices, choices
+from hap.rules.choices import Choices, choices, replicated
 from hap.rules.host_graph import summed
 from hap.search import plan_graph
-from hap.search.mesh import arithmetic_s, plan_mesh
+from hap.search.mesh import plan_mesh
+from hap.search.mesh_bound import arithmetic_s, least_s
 from hap.search.score import Score, Times, score_of
 from tests._support.plans import make_plan, random_sizes, random_strategies
 from tests.search.models import gpt2, mlp
@@ -313,7 +314,7 @@ def random_cluster(seed: int) -> ClusterSpec:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_step_is_shorter_than_the_arithmetic_perfectly_dealt_out(seed: int) -> None:
+def test_no_step_is_shorter_than_the_arithmetic_or_the_bound(seed: int) -> None:
     on, possible = random_cluster(seed), (SMALL, BUSY)[seed % 2]
     least = arithmetic_s(possible.graph, on)
     assert 0 < least <= plan_graph(possible, on, effort="quick").predicted.step_s
@@ -323,6 +324,7 @@ def test_no_step_is_shorter_than_the_arithmetic_perfectly_dealt_out(seed: int) -
         assert "would get nothing" in str(e)
         return
     assert plan.predicted.arithmetic_s == least
+    assert least < plan.predicted.lower_bound_s == least_s(possible.graph, on, "adamw") <= plan.predicted.step_s
     assert least <= plan.predicted.step_s and least <= plan.predicted.as_run_s
 
 
@@ -331,6 +333,24 @@ def test_the_arithmetic_is_near_where_there_is_nothing_else() -> None:
     on = cluster((0.0002, 0.0001), (0.0001,), memory_bandwidth="100TB/s", launch="1ns", network="10TB/s", latency="0s")
     plan = quick(BUSY, on)
     assert plan.predicted.arithmetic_s <= plan.predicted.step_s <= 1.02 * plan.predicted.arithmetic_s
+    assert plan.predicted.gap < 0.01
+
+
+def test_where_sums_over_hosts_are_most_of_a_step_the_bound_has_them() -> None:
+    """Two hosts: of all parameters' gradients as much goes out as comes in, once."""
+    on = cluster((1,), (1,), network="20MB/s", latency="0s")
+    graph, plan = BUSY.graph, quick(BUSY, on)
+    nbytes = sum(n.meta.nbytes for n in graph.sources("parameter"))
+    assert nbytes / 20e6 < plan.predicted.lower_bound_s <= plan.predicted.step_s
+    assert plan.predicted.sums_s == pytest.approx(nbytes / 20e6, rel=0.01) and plan.predicted.gap < 0.02
+
+
+def test_every_host_updates_all_parameters() -> None:
+    on = cluster((1, 1), (1,), launch="0s", memory_bandwidth="1GB/s")
+    sgd, adam = (least_s(BUSY.graph, on, optimizer) for optimizer in ("sgd", "adamw"))
+    whole = {n.name: replicated(n) for n in BUSY.graph.nodes}
+    more = [update_seconds(BUSY.graph, whole, {}, on, optimizer)[0] for optimizer in ("sgd", "adamw")]
+    assert adam - sgd == pytest.approx(2 / 3 * (more[1] - more[0]))  # each device counts for a third, each host's once
 
 
 def test_the_arithmetic_of_two_kinds_of_devices_by_hand() -> None:

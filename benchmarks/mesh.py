@@ -2,7 +2,7 @@
 
     python benchmarks/mesh.py [--quick] [--rounds 6]
 
-Two hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the kernel
+Two or three hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the kernel
 shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed. The losses of
 the first steps are compared; steps are those of the slowest rank, over several sessions of fresh processes.
 """
@@ -32,10 +32,11 @@ from hap.search.planner import plan_graph
 NAME = "mesh"
 ONE, TWO = "one axis", "two axes"
 INSIDE = Link(1e9, 1e-4)  # a namespace's loopback, about
-CLUSTERS: Mapping[str, tuple[tuple[float, float], int]] = {  # TFLOP/s of the devices of each host; Mbit/s between them
-    "equal hosts": ((1, 1), 1000),
-    "a fast host": ((3, 1), 1000),
-    "a slow network": ((1, 1), 200),
+CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # of each host: TFLOP/s of a device; Mbit/s
+    "equal hosts": ((1, 1), (1000, 1000)),
+    "a fast host": ((3, 1), (1000, 1000)),
+    "slow networks": ((1, 1), (200, 200)),
+    "one fast network": ((2, 1, 1), (1000, 250, 250)),
 }
 CASES = (("GPT-2", 16), ("BERT", 16), ("ViT", 16), ("GPT-2", 3))  # samples: many, or fewer than ranks
 QUICK = (("GPT-2", 3),)
@@ -56,7 +57,7 @@ class Row:
 
 
 def cluster(name: str) -> ClusterSpec:
-    speeds, rate = CLUSTERS[name]
+    speeds, rates = CLUSTERS[name]
     hosts = [
         {
             "name": f"h{i}",
@@ -72,7 +73,7 @@ def cluster(name: str) -> ClusterSpec:
             "link": {"bandwidth": "1GB/s", "latency": "100us"},
             "network": {"bandwidth": f"{rate}Mbit/s", "latency": "250us"},
         }
-        for i, speed in enumerate(speeds)
+        for i, (speed, rate) in enumerate(zip(speeds, rates, strict=True))
     ]
     return ClusterSpec.model_validate({"name": name, "backend": "gloo", "hosts": hosts})
 

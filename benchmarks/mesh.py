@@ -2,9 +2,9 @@
 
     python benchmarks/mesh.py [--quick] [--rounds 6]
 
-Two or three hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the kernel
-shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed. The losses of
-the first steps are compared; steps are those of the slowest rank, over several sessions of fresh processes.
+Two or three hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the
+kernel shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed. The
+losses of the first steps are compared; steps are those of the slowest rank, over several sessions of fresh processes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def sites_of(graph: Graph, plan: MeshPlan, host: int) -> tuple[Site, ...]:
             inside = plan.inside_of(number)
             placement = inside.strategy(node.name).inputs[0]
             layouts.append(Layout.of(placement, inside.sizes) if isinstance(placement, Shard) else None)
-        found.append(Site(node.meta.shape, tuple(layouts), tuple(h.sums for h in plan.hosts)))
+        found.append(Site(node.meta.shape, tuple(layouts)))
     return tuple(found)
 
 

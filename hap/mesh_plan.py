@@ -29,14 +29,12 @@ class _Frozen(pydantic.BaseModel):
 
 
 class HostPart(_Frozen):
-    """One host: how many ranks it has, its part of the batch, which of the plans inside it runs, and which part it sums
-    of every tensor that is summed over hosts."""
+    """One host: how many ranks it has, its part of the batch, and which of the plans inside it runs."""
 
     name: str
     ranks: int = pydantic.Field(ge=1)
     batch: int = pydantic.Field(ge=1)
     inside: int = pydantic.Field(ge=0)
-    sums: float = pydantic.Field(ge=0)
 
 
 class MeshPrediction(_Frozen):
@@ -139,8 +137,6 @@ def verify_mesh_plan(plan: MeshPlan, origin: str = "plan") -> None:
         raise PlanError(f"{origin}: hosts of {[h.ranks for h in plan.hosts]} ranks for {plan.world_size}")
     if plan.batch.sizes != tuple(h.batch for h in plan.hosts) or sum(plan.batch.sizes) != plan.batch.n:
         raise PlanError(f"{origin}: the hosts' parts {[h.batch for h in plan.hosts]} are not a batch of {plan.batch.n}")
-    if abs(sum(h.sums for h in plan.hosts) - 1) > 1e-9:
-        raise PlanError(f"{origin}: the hosts' parts of sums, {[h.sums for h in plan.hosts]}, are not 1 in all")
     for host in plan.hosts:
         if host.inside >= len(plan.inside) or plan.inside[host.inside].world_size != host.ranks:
             raise PlanError(f"{origin}: host {host.name} of {host.ranks} ranks has no plan inside")

@@ -8,8 +8,8 @@
 3. *Again.* A host's step without the sums says how fast it is with the strategies that were found: the batch is dealt
    out in proportion to that, while the slowest host gets faster.
 
-The sums take what the hosts' ways out and in allow when slow hosts add up less (``hap.hosts_sum``). No bound of one
-axis goes for two; ``mesh_bound`` has one that does.
+The sums take what the slowest way out or in of any host allows, as all wait for each other. No bound of one axis goes
+for two; ``mesh_bound`` has one that does.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from hap.cost_models.compute import node_seconds
 from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph
 from hap.hosts import DuplexSpec, HostSpec
-from hap.hosts_sum import least_seconds_per_byte, owned_parts
 from hap.mesh_plan import BATCH, HostPart, MeshPlan, MeshPrediction, verify_mesh_plan
 from hap.placement import Placement, Shard, Sizes
 from hap.plan import GroupPlan, Plan, Strategy
 from hap.rules.choices import Choices, choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.search.limits import Effort
-from hap.search.mesh_bound import arithmetic_s, least_s, speeds
+from hap.search.mesh_bound import arithmetic_s, least_s, slowest_rate, speeds, sums_s
 from hap.search.planner import plan_graph
 from hap.search.rounding import round_shares
 from hap.search.subsets import without
@@ -84,13 +83,7 @@ def _parts(graph: Graph, cluster: ClusterSpec) -> list[ClusterSpec]:
         gone = {h.name for h, rate in zip(cluster.hosts, rates, strict=True) if rate < least}
         if len(cluster.hosts) - len(gone) > 1:
             parts.append(without(cluster, [d.rank for d in cluster.devices if d.host in gone]))
-    nbytes = sum(graph.meta(v).nbytes for v in graph.gradients.values())
-
-    def looks_s(part: ClusterSpec) -> float:
-        ways = [min(n) for h in part.hosts if (n := part.network(h.name))]
-        return arithmetic_s(graph, part) + nbytes * least_seconds_per_byte(ways)
-
-    return sorted(parts, key=looks_s)[:LOOKS]
+    return sorted(parts, key=lambda part: arithmetic_s(graph, part) + sums_s(graph, part))[:LOOKS]
 
 
 @dataclass(frozen=True)
@@ -219,30 +212,15 @@ class _Mesh:
         return plan, _sums_s(graph, plan, part)
 
     @cached_property
-    def rates(self) -> list[float]:
-        """Bytes a second of each host's way out or in, the slower of both."""
-        networks = [self.cluster.network(h.name) for h in self.cluster.hosts]
-        return [min(n.up_bytes_per_s, n.down_bytes_per_s) for n in networks if n is not None]
-
-    @cached_property
-    def owned(self) -> tuple[float, ...]:
-        return owned_parts(self.rates)
-
-    @cached_property
     def network(self) -> DuplexSpec:
-        """A network by which equal parts take as long as the sums do: as all hosts wait for each other, every host's.
-        Of a link between two hosts both their parts pass."""
-        names = [h.name for h in self.cluster.hosts]
-        seconds = least_seconds_per_byte(self.rates)
-        for link in self.cluster.links:
-            if link.bandwidth is not None:
-                passing = sum(self.owned[names.index(name)] for name in (link.source, link.target))
-                seconds = max(seconds, passing / link.bandwidth)
-        hosts = len(names)
-        waits = [h.network.latency for h in self.cluster.hosts if h.network is not None]
-        waits += [p.latency for p in self.cluster.links if p.latency is not None]
-        rate = format_rate(2 * (hosts - 1) / hosts / seconds)
-        return DuplexSpec.model_validate({"bandwidth": rate, "latency": format_time(max(waits))})
+        """What every host's sums go by: the least of all ways out and in, and the longest latency, as all wait for each
+        other. What a pair's own link lets through is one of H - 1 parts of what a host sends."""
+        others = len(self.cluster.hosts) - 1
+        rates = [link.bandwidth * others for link in self.cluster.links if link.bandwidth is not None]
+        waits = [p.latency for p in self.cluster.links if p.latency is not None]
+        waits += [h.network.latency for h in self.cluster.hosts if h.network is not None]
+        rate = min([slowest_rate(self.cluster), *rates])
+        return DuplexSpec.model_validate({"bandwidth": format_rate(rate), "latency": format_time(max(waits))})
 
     def _assemble(self, dealt: _Dealt) -> MeshPlan:
         plans = list(dict.fromkeys(id(p) for p in dealt.plans))
@@ -260,10 +238,8 @@ class _Mesh:
         found = MeshPlan(
             provenance=made,
             hosts=tuple(
-                HostPart(name=spec.name, ranks=spec.size, batch=batch, inside=plans.index(id(plan)), sums=part)
-                for spec, batch, plan, part in zip(
-                    self.cluster.hosts, dealt.batches, dealt.plans, self.owned, strict=True
-                )
+                HostPart(name=spec.name, ranks=spec.size, batch=batch, inside=plans.index(id(plan)))
+                for spec, batch, plan in zip(self.cluster.hosts, dealt.batches, dealt.plans, strict=True)
             ),
             batch=GroupPlan(n=batch.n, label=batch.label, sizes=dealt.batches),
             between={name: str(strategy) for name, strategy in self.strategies.items()},

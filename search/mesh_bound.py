@@ -7,9 +7,9 @@ For weights w >= 0 of the devices that sum to 1, nothing overlapped,
 ``whole`` are the seconds of call n alone on device d: however a call is cut along two axes, the parts of its arithmetic
 sum to one at least, whoever has a part rho of it reads and writes at least as much of every operand, and launches it,
 which is rho launches at least. Every host updates all parameters (``update``), dealt out inside it. S are the sums of
-all gradients over the hosts, for which all devices wait, with the parts of sums that take least time
-(``hap.hosts_sum``). Communication inside hosts is free. Any weights prove a bound; those of an LP are taken, as on one
-axis (``bound``). It goes for every way to deal the batch out to these hosts, with these sums, and all plans inside.
+all gradients over the hosts, for which all devices wait (``hap.hosts_sum``). Communication inside hosts is free. Any
+weights prove a bound; those of an LP are taken, as on one axis (``bound``). It goes for every way to deal the batch out
+to these hosts, with these sums, and all plans inside.
 
 ``arithmetic_s`` is less, and goes for both clocks and any mesh: only products, attentions and convolutions, with their
 flops perfectly dealt out, ``flops * min_d (w[d] / rate[d])``.
@@ -27,7 +27,7 @@ from hap.cost_models.compute import DEFAULT_MODEL, parts_seconds, split_work
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.work import OpClass, node_work
 from hap.graph import Graph
-from hap.hosts_sum import least_seconds_per_byte
+from hap.hosts_sum import outward_bytes
 from hap.rules.choices import replicated
 from hap.search.bound import Bound, Line, best_weights, computes_like, device_classes
 
@@ -62,8 +62,13 @@ def _updates_s(graph: Graph, cluster: ClusterSpec, optimizer: str, of_kind: Mapp
 
 def sums_s(graph: Graph, cluster: ClusterSpec) -> float:
     """Seconds of the sums of all gradients over the hosts, at least."""
-    rates = [min(n) for h in cluster.hosts if (n := cluster.network(h.name)) is not None]
-    return sum(graph.meta(v).nbytes for v in graph.gradients.values()) * least_seconds_per_byte(rates)
+    nbytes = sum(graph.meta(v).nbytes for v in graph.gradients.values())
+    return outward_bytes(nbytes, len(cluster.hosts), 1) / slowest_rate(cluster)
+
+
+def slowest_rate(cluster: ClusterSpec) -> float:
+    """Bytes a second of the slowest way out or in of any host."""
+    return min(min(n) for h in cluster.hosts if (n := cluster.network(h.name)) is not None)
 
 
 def speeds(graph: Graph, cluster: ClusterSpec) -> list[float]:

@@ -2,7 +2,7 @@
 
 Host h holds its own contribution to a tensor T, whole on each of its ranks or dealt out to them by a layout. The sum
 is made in two rounds, each one ``all_to_all_single`` of all ranks. T is cut along its longest dim into a slab for each
-host, even ones or as a plan says (``hap.hosts_sum``). In the slab of h,
+host, as even as can be. In the slab of h,
 
     owned(r) = slab(h) & held(r)             if h shards T: the rank that holds an element owns it,
     owned(r) = part r of slab(h), cut again  if h holds T whole,
@@ -14,8 +14,8 @@ holds T whole and any of its ranks might speak for it,
     round 2: rank r sends owned(r) & held(q) of the sum to every rank q.
 
 An element is added once, by its owner, in the order of the hosts: the result is the same everywhere and in every run.
-Of n elements of which its slab has m a host sends n - m, then m to each rank of another host that holds them. What a
-rank owes to itself is not sent.
+Of n elements a host sends n - n/H, then n/H to each rank of another host that holds them. What a rank owes to itself is
+not sent.
 
 Index sets are products of sets of each dim. Counted within what a rank holds or owns, one of these is a range in every
 dim but one at most (the other side's, if its ``outer`` > 1): so it is a view, or one ``index_select`` of a view.
@@ -36,7 +36,6 @@ from hap.codegen.layout import Layout
 from hap.errors import ProgramError
 from hap.runtime.exchange import as_bytes
 
-NOISE = 1e-9  # of an index
 Runs = tuple[range, ...]  # a set of indices of one dim: ascending, disjoint, none of them empty
 Region = tuple[Runs, ...]  # the product of one set for each dim
 
@@ -54,18 +53,15 @@ Move = Callable[[torch.Tensor, Splits], torch.Tensor]  # flat tensor to send -> 
 @dataclass(frozen=True)
 class Site:
     """A tensor of whole ``shape`` that is summed over hosts: host h has ``layouts[h]`` over its ranks, None if whole
-    on each of them. ``owned``: which part of it each host sums, in any unit; without it, equal parts."""
+    on each of them."""
 
     shape: tuple[int, ...]
     layouts: tuple[Layout | None, ...]
-    owned: tuple[float, ...] = ()
 
     def verify(self, hosts: Sequence[int]) -> None:
         """Raise ProgramError unless every layout fits the shape and its host's number of ranks."""
         if len(self.layouts) != len(hosts):
             raise ProgramError(f"a sum over hosts: {len(self.layouts)} layouts for {len(hosts)} hosts")
-        if self.owned and (len(self.owned) != len(hosts) or min(self.owned) < 0 or sum(self.owned) <= 0):
-            raise ProgramError(f"a sum over hosts: {self.owned} are no parts of {len(hosts)} hosts")
         for host, (layout, ranks) in enumerate(zip(self.layouts, hosts, strict=True)):
             if layout is None:
                 continue
@@ -139,7 +135,7 @@ class Ground:
         shape = site.shape or (1,)
         self._whole: Region = tuple(_runs(range(extent)) for extent in shape)
         self._longest = max(range(len(shape)), key=lambda dim: shape[dim])
-        self._slabs = cut(range(shape[self._longest]), site.owned or (1,) * len(hosts))
+        self._slabs = cut(range(shape[self._longest]), len(hosts))
         self.held = [self._held(*place) for place in self._places]
         self.owned = [self._spoken(rank, host) for rank, (host, _) in enumerate(self._places)]
 
@@ -154,7 +150,7 @@ class Ground:
     def _spoken(self, world_rank: int, slab: int) -> Region:
         host, rank = self._places[world_rank]
         if self._layouts[host] is None:
-            return self._along(self._longest, _runs(cut(self._slabs[slab], (1,) * self._hosts[host])[rank]))
+            return self._along(self._longest, _runs(cut(self._slabs[slab], self._hosts[host])[rank]))
         return meet(self.held[world_rank], self._along(self._longest, _runs(self._slabs[slab])))
 
     def _held(self, host: int, rank: int) -> Region:
@@ -285,10 +281,9 @@ def all_to_all(sent: torch.Tensor, splits: Splits, group: dist.ProcessGroup) -> 
     return received
 
 
-def cut(whole: range, weights: Sequence[float]) -> list[range]:
-    """Contiguous parts by weight, as near as can be; a single index is the first part's that has any weight."""
-    reached = list(accumulate(weights, initial=0))
-    ends = [whole.start + math.ceil(len(whole) * w / reached[-1] - NOISE) for w in reached]
+def cut(whole: range, parts: int) -> list[range]:
+    """Contiguous parts, as even as can be; a single index is the first part's."""
+    ends = [whole.start - (-len(whole) * part // parts) for part in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 

@@ -36,7 +36,6 @@ def make_mesh(graph: Graph, ranks: Sequence[int], batches: Sequence[int], seed: 
                 ranks=count,
                 batch=batches[h],
                 inside=h,
-                sums=(0.75, 0.25, 0.0)[h] if len(ranks) == 3 else (0.5, 0.5)[h],
             )
             for h, count in enumerate(ranks)
         ),

@@ -21,7 +21,7 @@ from hap.cost_models.compute import (
 from hap.cost_models.work import node_work
 from hap.errors import ClusterError
 from hap.hosts import Device, Duplex
-from hap.hosts_sum import HOSTS_SUM, least_seconds_per_byte, outward_bytes, owned_parts
+from hap.hosts_sum import HOSTS_SUM, outward_bytes
 from hap.placement import Shard
 from hap.plan import Strategy
 from hap.runtime.ragged import Exchange, Site
@@ -155,23 +155,6 @@ def test_a_host_without_a_network_sums_nothing() -> None:
     for strategy in (DEALT, WHOLE):
         with pytest.raises(ClusterError, match=r"^host 'h' has no network, so nothing can be summed over hosts$"):
             node_seconds(SUM, SUM.by_name["s"], strategy, {"g": (4, 4)}, COMPUTE_BOUND, 0)
-
-
-@given(st.lists(st.floats(1e6, 1e12), min_size=2, max_size=6))
-def test_hosts_sum_such_parts_that_the_slowest_takes_as_little_as_can_be(rates: list[float]) -> None:
-    """A host that sums a part l sends 1 + (H - 2) l of a tensor."""
-    parts = owned_parts(rates)
-    assert sum(parts) == pytest.approx(1) and min(parts) >= 0
-    slowest = max((1 + (len(rates) - 2) * part) / rate for part, rate in zip(parts, rates, strict=True))
-    assert slowest == pytest.approx(least_seconds_per_byte(rates))
-    assert slowest >= max(1 / min(rates), 2 * (len(rates) - 1) / sum(rates)) * (1 - 1e-9)
-
-
-def test_parts_of_sums_by_hand() -> None:
-    assert owned_parts([1e9] * 4) == pytest.approx((0.25,) * 4)
-    assert owned_parts([1e9, 1e6]) == (0.5, 0.5)  # of two hosts each sends all of it once, whoever adds
-    assert owned_parts([2e9, 2e9, 1e6]) == pytest.approx((0.5, 0.5, 0.0), abs=1e-3)
-    assert owned_parts([1e9, 1.5e9, 1.5e9]) == pytest.approx((0.0, 0.5, 0.5), abs=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

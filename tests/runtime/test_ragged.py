@@ -39,9 +39,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], ranks: int) -> Layout | Non
 def bundles(draw: st.DrawFn) -> tuple[Hosts, list[Site]]:
     hosts = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
     shapes = draw(st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), min_size=1, max_size=3))
-    owned = draw(st.lists(st.sampled_from((0.0, 0.3, 1.0)), min_size=len(hosts), max_size=len(hosts)).map(tuple))
-    owned = owned if sum(owned) else ()
-    return hosts, [Site(shape, tuple(draw(layouts(shape, ranks)) for ranks in hosts), owned) for shape in shapes]
+    return hosts, [Site(shape, tuple(draw(layouts(shape, ranks)) for ranks in hosts)) for shape in shapes]
 
 
 # What the three hosts have in common is nothing: shards of a dim 5:2:0, of another whose atoms recur, a whole tensor.
@@ -163,13 +161,6 @@ def test_a_host_sends_of_n_elements_two_thirds_twice_where_three_hold_shards(dim
     assert sent_by_host(site, HOSTS) == [2 * 72 * 2 // 3] * 3
 
 
-def test_a_host_sends_its_elements_and_what_it_sums_once_to_each_third_host() -> None:
-    layouts = (Layout(0, 1, 1, (7, 5, 0)), Layout(1, 1, 1, (3, 3)), None)
-    # Of 72 elements the first sums 36, the second 36, the last none.
-    assert sent_by_host(Site((12, 6), layouts, (0.5, 0.5, 0.0)), HOSTS) == [72 + 36, 72 + 36, 72]
-    assert sent_by_host(Site((12, 6), layouts, (1.0, 0.0, 0.0)), HOSTS) == [72 + 72, 72, 72]
-
-
 def test_slabs_that_are_not_even_differ_by_one_row() -> None:
     # 14 rows: slabs of 5, 5 and 4. Host 2 holds all on its one rank. A host sends 168 - slab, then its slab twice.
     assert sent_by_host(UNLIKE, HOSTS) == [168 + 5 * 12, 168 + 5 * 12, 168 + 4 * 12]
@@ -231,9 +222,6 @@ def test_a_piece_of_another_shape_is_refused_before_anything_is_sent() -> None:
     ("site", "said"),
     [
         (Site((6,), (None,)), "1 layouts for 2 hosts"),
-        (Site((6,), (None, None), (1.0,)), r"\(1.0,\) are no parts of 2 hosts"),
-        (Site((6,), (None, None), (0.0, 0.0)), r"\(0.0, 0.0\) are no parts of 2 hosts"),
-        (Site((6,), (None, None), (2.0, -1.0)), r"\(2.0, -1.0\) are no parts of 2 hosts"),
         (Site((6,), (Layout(0, 1, 1, (2, 2, 2)), None)), "host 0 has 2 ranks, its layout 3"),
         (Site((6,), (None, Layout(0, 2, 1, (2,)))), r"host 1's Layout\(.* does not fit the shape \(6,\)"),
         (Site((6,), (None, Layout(1, 1, 1, (6,)))), r"host 1's Layout\(.* does not fit the shape \(6,\)"),
@@ -246,9 +234,8 @@ def test_a_layout_that_does_not_fit_is_named(site: Site, said: str) -> None:
 
 
 def test_sets_of_indices_by_hand() -> None:
-    assert cut(range(3, 10), (1, 1, 1)) == [range(3, 6), range(6, 8), range(8, 10)]
-    assert cut(range(3, 10), (0.2, 0.0, 0.8)) == [range(3, 5), range(5, 5), range(5, 10)]
-    assert cut(range(2), (1,) * 4) == [range(1), range(1, 1), range(1, 2), range(2, 2)]
+    assert cut(range(3, 10), 3) == [range(3, 6), range(6, 8), range(8, 10)]
+    assert cut(range(2), 4) == [range(1), range(1, 1), range(1, 2), range(2, 2)]
     recurring = (range(0, 2), range(4, 6), range(8, 10))
     assert meet((recurring,), ((range(1, 9),),)) == ((range(1, 2), range(4, 6), range(8, 9)),)
     # Of 0 1 4 5 8 9 those at 1 to 4 are one range, those at 0, 2 and 5 are three.

@@ -286,26 +286,12 @@ def planned_part(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
     return part if part.fingerprint == plan.provenance.cluster_fingerprint else cluster
 
 
-def check_cluster(plan: Plan, cluster: ClusterSpec) -> None:
-    """PlanError unless the plan was made for this cluster."""
-    made_for = plan.provenance
-    if made_for.cluster_fingerprint != cluster.fingerprint:
-        raise PlanError(
-            f"the plan is for cluster {made_for.cluster!r} ({made_for.cluster_fingerprint[:12]}), "
-            f"not for this {cluster.name!r} ({cluster.fingerprint[:12]}); plan again"
-        )
-
-
 def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
     """PlanError unless the plan was made for this model, this cluster and this many ranks."""
     made_for = plan.provenance
-    if made_for.model_fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"the plan is for model {made_for.model!r} with other shapes or operators than this {graph.name!r} "
-            f"({made_for.model_fingerprint[:12]}, not {graph.fingerprint[:12]}); plan again"
-        )
+    made_for.check_model(graph.name, graph.fingerprint)
     if cluster is not None:
-        check_cluster(plan, cluster)
+        made_for.check_cluster(cluster.name, cluster.fingerprint)
     if made_for.world_size != world_size:
         raise PlanError(f"the plan is for {made_for.world_size} ranks, this job has {world_size}")
 

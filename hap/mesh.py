@@ -34,12 +34,7 @@ from hap.search.subsets import without
 
 def check_mesh_plan(plan: MeshPlan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
     """PlanError unless the plan was made for this model, this cluster and this many ranks."""
-    made_for = plan.provenance
-    if made_for.model_fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"the plan is for model {made_for.model!r} with other shapes or operators than this {graph.name!r} "
-            f"({made_for.model_fingerprint[:12]}, not {graph.fingerprint[:12]}); plan again"
-        )
+    plan.provenance.check_model(graph.name, graph.fingerprint)
     if set(plan.between) != set(graph.by_name):
         raise PlanError("the plan between hosts has not the nodes of this model; plan again")
     if cluster is not None:
@@ -53,12 +48,7 @@ def meshed_part(plan: MeshPlan, cluster: ClusterSpec) -> ClusterSpec:
     """The cluster without the hosts that the plan leaves out. PlanError unless the plan was made for it."""
     gone = [d.rank for d in cluster.devices if d.host in plan.left_out]
     part = without(cluster, gone) if gone and len(gone) < cluster.world_size else cluster
-    made_for = plan.provenance
-    if made_for.cluster_fingerprint != part.fingerprint:
-        raise PlanError(
-            f"the plan is for cluster {made_for.cluster!r} ({made_for.cluster_fingerprint[:12]}), "
-            f"not for this {part.name!r} ({part.fingerprint[:12]}); plan again"
-        )
+    plan.provenance.check_cluster(part.name, part.fingerprint)
     return part
 
 

@@ -122,11 +122,7 @@ def parse_plan(text: str, origin: str = "plan") -> Plan | MeshPlan:
 
 def load_plan(path: str | os.PathLike[str]) -> Plan | MeshPlan:
     """``parse_plan`` of a file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise PlanError(f"{path}: cannot read plan ({e})") from None
-    return parse_plan(text, str(path))
+    return parse_plan(plan_file.read_text(path), str(path))
 
 
 def verify_mesh_plan(plan: MeshPlan, origin: str = "plan") -> None:

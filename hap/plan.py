@@ -122,6 +122,22 @@ class Provenance(_Frozen):
     assumptions: tuple[str, ...] = ()
     profile_fingerprint: str | None = None  # of the measurements that the predictions rest on
 
+    def check_model(self, name: str, fingerprint: str) -> None:
+        """PlanError unless the plan was made for this model."""
+        if self.model_fingerprint != fingerprint:
+            raise PlanError(
+                f"the plan is for model {self.model!r} with other shapes or operators than this {name!r} "
+                f"({self.model_fingerprint[:12]}, not {fingerprint[:12]}); plan again"
+            )
+
+    def check_cluster(self, name: str, fingerprint: str) -> None:
+        """PlanError unless the plan was made for this cluster."""
+        if self.cluster_fingerprint != fingerprint:
+            raise PlanError(
+                f"the plan is for cluster {self.cluster!r} ({self.cluster_fingerprint[:12]}), "
+                f"not for this {name!r} ({fingerprint[:12]}); plan again"
+            )
+
 
 class Stage(_Frozen):
     """What runs between two collectives: ``compute_s`` of each device class, then a collective of ``wire_s`` seconds
@@ -264,11 +280,7 @@ class Plan(_Frozen):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise PlanError(f"{path}: cannot read plan ({e})") from None
-        return cls.from_json(text, str(path))
+        return cls.from_json(plan_file.read_text(path), str(path))
 
 
 def verify_plan(plan: Plan, origin: str = "plan") -> None:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from hap.errors import PlanError
@@ -40,6 +42,14 @@ def _from_version_2(body: Body) -> Body:
 
 
 UPGRADES: Mapping[int, Callable[[Body], Body]] = {1: _from_version_1, 2: _from_version_2}
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a plan file. PlanError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise PlanError(f"{path}: cannot read plan ({e})") from None
 
 
 def parse(text: str, origin: str) -> tuple[Body, str | None]:

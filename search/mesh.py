@@ -67,6 +67,8 @@ def plan_mesh(
             found.append(_Mesh(possible, part, optimizer, effort).run())
         except (PlanError, InfeasibleError) as e:
             refusals.append(e)
+        if found and found[-1].provenance.solver.get("stopped"):
+            break
     if not found:
         raise refusals[0]
     best = min(found, key=lambda plan: plan.predicted.as_run_s)
@@ -98,6 +100,11 @@ class _Dealt:
     @property
     def as_run_s(self) -> float:
         return max(plan.predicted.as_run_s for plan in self.plans)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether Ctrl-C ended one of the searches."""
+        return any(plan.provenance.solver.get("stopped") for plan in self.plans)
 
     def rates(self) -> list[float]:
         """Samples a second of each host, sums over hosts left out."""
@@ -148,7 +155,7 @@ class _Mesh:
     def run(self) -> MeshPlan:
         best = self._deal(speeds(self.graph, self.cluster))
         for _ in range(ROUNDS):
-            if best.to_gain() < CLOSE:
+            if best.stopped or best.to_gain() < CLOSE:
                 break
             try:
                 found = self._deal(best.rates())
@@ -232,7 +239,7 @@ class _Mesh:
                 "cluster": self.cluster.name,
                 "cluster_fingerprint": self.cluster.fingerprint,
                 "world_size": self.cluster.world_size,
-                "solver": {},
+                "solver": {"stopped": True} if dealt.stopped else {},
             }
         )
         found = MeshPlan(

@@ -64,7 +64,7 @@ def run(
 def _planned(path: Path, cluster: ClusterSpec, host: str | None) -> tuple[ClusterSpec, dict[str, str]]:
     """The part of the cluster that a plan is for, and what the environment says there. HapError for a host without any
     of its devices."""
-    from hap.api import check_cluster, planned_part
+    from hap.api import planned_part
     from hap.mesh import meshed_part
     from hap.mesh_plan import MeshPlan, load_plan
     from hap.starting import visible
@@ -76,7 +76,7 @@ def _planned(path: Path, cluster: ClusterSpec, host: str | None) -> tuple[Cluste
             raise HapError(f"the plan leaves out host {host!r}: start nothing there")
         return part, {}
     part = planned_part(plan, cluster)
-    check_cluster(plan, part)
+    plan.provenance.check_cluster(part.name, part.fingerprint)
     known, left = ([h.name for h in c.hosts] for c in (cluster, part))
     if host in known and host not in left:
         raise HapError(f"the plan leaves out all devices of host {host!r}: start nothing there")

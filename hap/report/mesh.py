@@ -30,8 +30,9 @@ def summarize_mesh(plan: MeshPlan) -> str:
         share = f"{host.batch} of {plan.batch.n} ({percent(host.batch, plan.batch.n)})"
         step = seconds(plan.inside_of(number).predicted.step_s)
         rows.append([host.name, str(host.ranks), share, step, str(host.inside)])
+    stopped = "the search was interrupted: another run may find another plan" if made.solver.get("stopped") else ""
     left_out = f"left out: {listed(plan.left_out)}; start the job on the other hosts" if plan.left_out else ""
-    blocks = ["\n".join(filter(None, [head, times, left_out])), "\n".join(table(rows, right=(1, 2, 3, 4)))]
+    blocks = ["\n".join(filter(None, [head, times, stopped, left_out])), "\n".join(table(rows, right=(1, 2, 3, 4)))]
     for number, inside in enumerate(plan.inside):
         names = [h.name for h in plan.hosts if h.inside == number]
         title = f"--- plan {number}, inside {listed(names)} ---"

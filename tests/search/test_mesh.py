@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from hap.mesh import graph_of, program_of, sums_in_order
 from hap.mesh_plan import BATCH, MeshPlan, parse_plan
 from hap.placement import Shard
 from hap.plan import Plan
+from hap.report.mesh import summarize_mesh
 from hap.rules.choices import Choices, choices, replicated
 from hap.rules.host_graph import summed
 from hap.search import plan_graph
@@ -451,3 +453,21 @@ def test_gpt2_on_unequal_hosts() -> None:
     assert len(shards) > 50 and all(f"@{BATCH})" in text for text in shards)
     parameters = {n.name for n in found.graph.sources("parameter")}
     assert {plan.between[name] for name in parameters} == {"-> R"}
+
+
+def test_an_interrupted_search_is_the_last_one_and_the_plan_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the search of one host: the plans that there are stand, and no round follows."""
+    asked: list[int] = []
+
+    def interrupted(possible: Choices, on: ClusterSpec, **given: Any) -> Plan:
+        asked.append(on.world_size)
+        plan = plan_graph(possible, on, **given)
+        made = plan.provenance.model_copy(update={"solver": {**plan.provenance.solver, "stopped": True}})
+        return plan.model_copy(update={"provenance": made})
+
+    on = cluster((2, 1), (0.2,), (1, 1, 1), network="1GB/s")
+    free = quick(BUSY, on)
+    monkeypatch.setattr("hap.search.mesh.plan_graph", interrupted)
+    plan = plan_mesh(BUSY, on, effort="quick", leave_out=True)
+    assert len(asked) == 3 and plan.provenance.solver == {"stopped": True} and free.provenance.solver == {}
+    assert "the search was interrupted" in summarize_mesh(plan) and "interrupted" not in summarize_mesh(free)

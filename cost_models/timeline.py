@@ -103,7 +103,7 @@ Event = Local | Issue | Await
 
 def play(events: Iterable[Event], devices: tuple[str, ...]) -> Timeline:
     """One step of these events, the same for all ranks; what is not awaited ends with the step."""
-    player = _Player(len(devices))
+    player = Player(len(devices))
     for event in events:
         match event:
             case Local():
@@ -178,7 +178,7 @@ def _issues(
 
 
 @dataclass
-class _Player:
+class Player:
     """The clocks: ``free`` (N,) when each rank's compute stream is next free, ``wires`` when those of collectives are,
     with the span that ended there."""
 
@@ -201,12 +201,17 @@ class _Player:
                 self.free[rank], self.last[rank] = start + seconds, len(self.spans) - 1
                 self.busy[rank] += seconds
 
-    def issue(self, event: Issue) -> None:
-        """Put a collective on the wire."""
+    def ready(self, stream: str) -> tuple[float, int | None]:
+        """When a collective can begin on that stream, and after which span."""
         slowest = int(self.free.argmax())
         arrival = float(self.free[slowest])
-        wire, last = self.wires.get(event.stream, (0.0, None))
-        start, after = (arrival, self.last[slowest]) if arrival >= wire else (wire, last)
+        wire, last = self.wires.get(stream, (0.0, None))
+        return (arrival, self.last[slowest]) if arrival >= wire else (wire, last)
+
+    def issue(self, event: Issue, not_before_s: float = 0.0) -> None:
+        """Put a collective on the wire."""
+        start, after = self.ready(event.stream)
+        start = max(start, not_before_s)
         end = start + event.seconds
         self.spans.append(Span(None, "communication", event.name, event.kind, start, end, after))
         self.wires[event.stream] = end, len(self.spans) - 1

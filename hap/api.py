@@ -27,7 +27,7 @@ from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.cost_models.timeline import Timeline
 from hap.errors import ClusterError, HapError, PlanError, ProgramError
 from hap.graph import Graph
-from hap.mesh import check_mesh_plan, host_program, host_source, mesh_program
+from hap.mesh import check_mesh_plan, explained_mesh, host_program, host_source, mesh_program, play_mesh
 from hap.mesh_plan import MeshPlan, load_plan, parse_plan
 from hap.plan import Plan
 from hap.recompile import Recompiler
@@ -101,14 +101,16 @@ def plan_mesh(
     leave_out: bool = False,
 ) -> MeshPlan:
     """As ``plan``, on a mesh of two axes: the batch is dealt out between hosts, and each host's part is planned for its
-    devices (``hap.search.mesh``). Worth its while where a batch has few samples for each device, or a host's devices
+    devices (``hap.search.mesh``). Worth its while where the batch is large and hosts hold several devices, which
     together hold what one cannot. ``leave_out``: hosts with the slowest networks may be left out. ``compile`` takes the
     plan, or the file it was saved to.
 
     PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
-    return search_mesh(choices(graph), _cluster(cluster), optimizer=optimizer, effort=effort, leave_out=leave_out)
+    spec = _cluster(cluster)
+    found = search_mesh(choices(graph), spec, optimizer=optimizer, effort=effort, leave_out=leave_out)
+    return explained_mesh(found, graph, spec)
 
 
 def compile(
@@ -206,7 +208,7 @@ def python_source(
 
 def simulate(
     model: torch.nn.Module,
-    plan: Plan,
+    plan: Plan | MeshPlan,
     cluster: Cluster,
     *,
     example_inputs: Any,
@@ -218,9 +220,14 @@ def simulate(
     """Play one step of ``plan``'s program on its cluster as it is run, collectives bundled and beside compute: spans of
     every rank, waiting, the critical path.
 
-    PlanError if the plan is for another model or cluster. Devices of ``cluster`` that the plan leaves out do not play.
+    PlanError if the plan is for another model or cluster, or of two axes and to be played with a profile. Devices of
+    ``cluster`` that the plan leaves out do not play.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
+    if isinstance(plan, MeshPlan):
+        if profile is not None:
+            raise PlanError("a plan of two axes was made from a description; play it without a profile")
+        return play_mesh(graph, plan, _cluster(cluster))
     spec = planned_part(plan, _cluster(cluster, profile))
     _check_plan(plan, graph, spec, spec.world_size)
     return played(graph, plan, lower(graph, plan), spec)

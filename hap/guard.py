@@ -14,11 +14,13 @@ from typing import Any, Literal
 import pydantic
 import yaml
 
+from hap.axes import Mesh, plan_axes
 from hap.errors import HapError
+from hap.mesh_plan import MeshPlan, load_plan
 from hap.plan import Plan
 from hap.report.diff import diff
 from hap.report.facts import Facts
-from hap.report.words import counted, quantity, seconds
+from hap.report.words import counted, listed, quantity, seconds
 from hap.starting import in_words, left_out
 
 SAME = "the same plan"  # what diff says of equal plans
@@ -52,17 +54,24 @@ class Result:
         return {"name": self.name, "ok": self.ok, "reasons": self.reasons, "diff": self.words, "written": self.written}
 
 
-def judge(name: str, golden: Plan, found: Plan, *, max_step_regression: float, max_memory_regression: float) -> Result:
-    """``found`` against ``golden``; the limits are relative (0.02 = 2%)."""
+def judge(
+    name: str,
+    golden: Plan | MeshPlan,
+    found: Plan | MeshPlan,
+    *,
+    max_step_regression: float,
+    max_memory_regression: float,
+) -> Result:
+    """``found`` against ``golden``, each of one axis or of two; the limits are relative (0.02 = 2%)."""
     return Result(
         name, tuple(_reasons(golden, found, max_step_regression, max_memory_regression)), str(diff(golden, found))
     )
 
 
-def _reasons(golden: Plan, found: Plan, step: float, memory: float) -> list[str]:
+def _reasons(golden: Plan | MeshPlan, found: Plan | MeshPlan, step: float, memory: float) -> list[str]:
     made, now = golden.provenance, found.provenance
-    if left_out(golden) != left_out(found):
-        old, new = (in_words(p) or "nothing" for p in (golden, found))
+    if _left_out(golden) != _left_out(found):
+        old, new = (_in_words(p) or "nothing" for p in (golden, found))
         return [f"the golden plan leaves out {old} of cluster {made.cluster!r}, this one {new}; update it"]
     if (made.cluster_fingerprint, made.world_size) != (now.cluster_fingerprint, now.world_size):
         return [
@@ -78,20 +87,37 @@ def _reasons(golden: Plan, found: Plan, step: float, memory: float) -> list[str]
     return reasons
 
 
-def _fuller(golden: Plan, found: Plan, allowed: float) -> list[str]:
+def _left_out(plan: Plan | MeshPlan) -> tuple[str, ...]:
+    """Names of devices, or of hosts."""
+    return tuple(left_out(plan).values()) if isinstance(plan, Plan) else plan.left_out
+
+
+def _in_words(plan: Plan | MeshPlan) -> str:
+    return in_words(plan) if isinstance(plan, Plan) else listed([f"host {name}" for name in plan.left_out])
+
+
+def _fuller(golden: Plan | MeshPlan, found: Plan | MeshPlan, allowed: float) -> list[str]:
     """A line for the device that grew most, where one grew more than ``allowed``. Each is held to its own golden
     figure: beside a full device a small one could double unseen."""
-    held, holds = golden.predicted.memory_bytes, found.predicted.memory_bytes
+    held, holds = golden.memory_bytes, found.memory_bytes
     grown = [r for r in range(len(holds)) if holds[r] > held[r] * (1 + allowed + SLACK)]
     if not grown:
         return []
     most = max(grown, key=lambda r: holds[r] / held[r] if held[r] else float("inf"))
     by = f" by {holds[most] / held[most] - 1:.1%}" if held[most] else ""
-    cluster = Facts(found).cluster
-    has = f" of its {quantity(cluster.devices[most].memory_bytes, 'B')}" if cluster else ""
+    has = f" of its {quantity(capacity, 'B')}" if (capacity := _capacity(found, most)) else ""
     others = f", and {counted(len(grown) - 1, 'other device')} grew too" if len(grown) > 1 else ""
     figures = f"from {quantity(held[most], 'B')} to {quantity(holds[most], 'B')}{has}"
     return [f"memory of {found.devices[most]} grew{by}, {figures} (at most {allowed:.1%} allowed){others}"]
+
+
+def _capacity(plan: Plan | MeshPlan, rank: int) -> int | None:
+    """Bytes of a rank's device; None in plans of version 1."""
+    if isinstance(plan, MeshPlan):
+        host, inside = plan.host_of(rank)
+        return _capacity(plan.inside_of(host), inside)
+    cluster = Facts(plan).cluster
+    return cluster.devices[rank].memory_bytes if cluster else None
 
 
 class Entry(pydantic.BaseModel):
@@ -107,6 +133,7 @@ class Entry(pydantic.BaseModel):
     optimizer: str = "adamw"
     effort: Literal["quick", "normal"] = "normal"
     leave_out: bool = False
+    mesh: Mesh = "flat"
     max_step_regression: float = pydantic.Field(default=0.02, ge=0)
     max_memory_regression: float = pydantic.Field(default=0.0, ge=0)
 
@@ -142,18 +169,18 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 
 def _check(folder: Path, name: str, entry: Entry, update: bool) -> Result:
-    from hap import api
     from hap.build import build_from, build_hugging_face
 
     golden_path = folder / name
-    golden = None if update else Plan.load(golden_path) if golden_path.exists() else None
+    golden = None if update else load_plan(golden_path) if golden_path.exists() else None
     if entry.model is not None:
         where, _, function = entry.model.rpartition(":")
         built = build_from(f"{folder / where}:{function}" if where.endswith(".py") else entry.model)
     else:
         local = folder / str(entry.hf)
         built = build_hugging_face(str(local if local.is_file() else entry.hf), entry.batch, entry.seq)
-    found = api.plan(
+    found = plan_axes(
+        entry.mesh,
         built.model,
         folder / entry.cluster,
         example_inputs=built.example_inputs,

@@ -16,20 +16,24 @@ from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.runner import Outcome, run_passes
 from hap.codegen.program import Call, Program, gradients_alone
 from hap.codegen.source import to_python
+from hap.cost_models.timeline import Timeline
+from hap.cost_models.together import play_together
 from hap.errors import PlanError
 from hap.graph import Graph
 from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.mesh_plan import MeshPlan
 from hap.placement import Shard
-from hap.plan import Strategy
+from hap.plan import Plan, Strategy
 from hap.report.words import listed
 from hap.rules.host_graph import host_graph, summed
 from hap.runtime.collectives import Communicator
 from hap.runtime.hosts import HostCommunicator
 from hap.runtime.mesh import MeshProgram, dealt_to_hosts
 from hap.runtime.ragged import Site
-from hap.search.judge import default_passes
+from hap.search.judge import default_passes, played_events
+from hap.search.mesh import host_cluster
 from hap.search.subsets import without
+from hap.whatif import explained
 
 
 def check_mesh_plan(plan: MeshPlan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
@@ -98,6 +102,29 @@ def host_program(
     """What ``rank`` runs, and the tensors that are summed over hosts. PlanError where the plan is unsound."""
     host, _ = plan.host_of(rank)
     return program_of(graph, plan, host, passes_off), sites_of(graph, plan, host)
+
+
+def explained_mesh(plan: MeshPlan, graph: Graph, cluster: ClusterSpec) -> MeshPlan:
+    """The plan with the explanations of its hosts' plans."""
+    spec, found = meshed_part(plan, cluster), list[Plan]()
+    for number, inside in enumerate(plan.inside):
+        host = next(h for h, part in enumerate(plan.hosts) if part.inside == number)
+        found.append(explained(inside, graph_of(graph, plan, host), host_cluster(spec, host), helps=False))
+    return plan.model_copy(update={"inside": tuple(found)})
+
+
+def play_mesh(graph: Graph, plan: MeshPlan, cluster: ClusterSpec) -> Timeline:
+    """One step of all hosts as it is run. PlanError if the plan is for another model or cluster."""
+    spec = meshed_part(plan, cluster)
+    check_mesh_plan(plan, graph, cluster, spec.world_size)
+    graphs = [graph_of(graph, plan, h) for h in range(len(plan.hosts))]
+    events = [
+        list(played_events(of_host, inside, lower(of_host, inside), host_cluster(spec, h)))
+        for h, of_host in enumerate(graphs)
+        for inside in (plan.inside_of(h),)
+    ]
+    names = [tuple(d.name for d in spec.devices if d.host == host.name) for host in plan.hosts]
+    return play_together(events, names, frozenset(node.name for node in summed(graphs[0])))
 
 
 def host_source(graph: Graph, plan: MeshPlan, host: str | None) -> str:

@@ -93,6 +93,17 @@ class MeshPlan(_Frozen):
         return self.inside[self.hosts[host].inside]
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of all ranks. Hosts that share a plan have devices that are alike."""
+        names = [(host, name) for h, host in enumerate(self.hosts) for name in self.inside_of(h).devices]
+        return tuple(f"{host.name}/{name.partition('/')[2]}" for host, name in names)
+
+    @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Of all ranks, at their peaks."""
+        return tuple(held for h in range(len(self.hosts)) for held in self.inside_of(h).predicted.memory_bytes)
+
+    @property
     def checksum(self) -> str:
         return plan_file.checksum(self.model_dump(mode="json"))
 

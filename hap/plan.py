@@ -242,6 +242,11 @@ class Plan(_Frozen):
         return self.provenance.world_size
 
     @property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Of all ranks, at their peaks."""
+        return self.predicted.memory_bytes
+
+    @property
     def sizes(self) -> GroupSizes:
         return {name: group.sizes for name, group in self.groups.items()}
 
@@ -264,9 +269,7 @@ class Plan(_Frozen):
         """Parse and check. PlanError: not JSON, unknown version, unknown or missing field, changed content."""
         body, checksum = plan_file.parse(text, origin)
         if "inside" in body:
-            raise PlanError(
-                f"{origin}: a plan of a mesh of two axes; hap explain, program, run and hap.compile take it"
-            )
+            raise PlanError(f"{origin}: a plan of a mesh of two axes; MeshPlan and load_plan of hap.mesh_plan read it")
         try:
             plan = cls.model_validate(body)
         except pydantic.ValidationError as e:

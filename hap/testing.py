@@ -21,7 +21,9 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
+    from hap.axes import Mesh
     from hap.cluster import ClusterSpec
+    from hap.mesh_plan import MeshPlan
     from hap.plan import Plan
 
 
@@ -50,22 +52,24 @@ class HapPlan:
         loss_fn: Callable[..., torch.Tensor] | None = None,
         optimizer: str = "adamw",
         effort: Literal["quick", "normal"] = "normal",
+        mesh: Mesh = "flat",
         max_step_regression: float = 0.02,
         max_memory_regression: float = 0.0,
         name: str | None = None,
-    ) -> Plan:
+    ) -> Plan | MeshPlan:
         """Plan now and compare with the golden plan; fail where the predicted step, or the memory of any one device,
-        grew by more than allowed (0.02 = 2%). A second check in one test needs a ``name``.
-        Returns today's plan."""
-        from hap import api
+        grew by more than allowed (0.02 = 2%). ``mesh``: of how many axes (``hap.axes``). A second check in one test
+        needs a ``name``. Returns today's plan."""
+        from hap.axes import plan_axes
         from hap.guard import judge
-        from hap.plan import Plan
+        from hap.mesh_plan import load_plan
 
         path = self._path(name)
         if not self.update and not path.exists():
             pytest.fail(f"there is no golden plan {path}; run pytest --hap-update and commit it", pytrace=False)
-        golden = None if self.update else Plan.load(path)
-        found = api.plan(
+        golden = None if self.update else load_plan(path)
+        found = plan_axes(
+            mesh,
             model,
             cluster,
             example_inputs=example_inputs,

@@ -27,7 +27,7 @@ from hap.codegen.program import Convert, Program
 from hap.cost_models.collective import best_decomposition
 from hap.cost_models.compute import Calls, ComputeTable
 from hap.cost_models.evaluate import update_seconds
-from hap.cost_models.timeline import Timeline, play
+from hap.cost_models.timeline import Event, Timeline, play
 from hap.graph import Graph
 from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.plan import GroupPlan, Plan
@@ -60,13 +60,20 @@ def default_passes(program: Program, cluster: ClusterSpec | None) -> tuple[Pass,
 
 def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, off: Sequence[str] = ()) -> Timeline:
     """One step of ``program``, which ``lower`` made of ``plan``, after the passes but those named in ``off``."""
+    return play(played_events(graph, plan, program, cluster, off=off), tuple(d.name for d in cluster.devices))
+
+
+def played_events(
+    graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, off: Sequence[str] = ()
+) -> Iterator[Event]:
+    """What happens in that step, in order."""
     rewritten = run_passes(program, default_passes(program, cluster), off=off).program
     strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
     optimizer = plan.provenance.optimizer
     score = score_of(rewritten, graph, strategies, Calls(graph), measured=ComputeTable(cluster.devices).is_measured)
     update_s = update_seconds(graph, strategies, program.sizes, cluster, optimizer)
     times = Times.of(score, [w.decomposition for w in score.works], cluster, program.sizes, update_s)
-    return play(score.events(times), tuple(d.name for d in cluster.devices))
+    return score.events(times)
 
 
 def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:

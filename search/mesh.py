@@ -88,6 +88,20 @@ def _parts(graph: Graph, cluster: ClusterSpec) -> list[ClusterSpec]:
     return sorted(parts, key=lambda part: arithmetic_s(graph, part) + sums_s(graph, part))[:LOOKS]
 
 
+def host_cluster(cluster: ClusterSpec, number: int) -> ClusterSpec:
+    """One host as the cluster that its part is planned for. Its network is what every host's sums go by: the least of
+    all ways out and in, and the longest latency, as all wait for each other. What a pair's own link lets through is one
+    of H - 1 parts of what a host sends."""
+    others = len(cluster.hosts) - 1
+    rates = [link.bandwidth * others for link in cluster.links if link.bandwidth is not None]
+    waits = [p.latency for p in cluster.links if p.latency is not None]
+    waits += [h.network.latency for h in cluster.hosts if h.network is not None]
+    rate = min([slowest_rate(cluster), *rates])
+    network = DuplexSpec.model_validate({"bandwidth": format_rate(rate), "latency": format_time(max(waits))})
+    host = cluster.hosts[number].model_copy(update={"network": network})
+    return ClusterSpec(name=f"{cluster.name}/{host.name}", backend=cluster.backend, hosts=(host,))
+
+
 @dataclass(frozen=True)
 class _Dealt:
     """One way to deal the batch out: every host's plan, its step, and what of it are sums over hosts."""
@@ -201,11 +215,7 @@ class _Mesh:
         key = (spec.model_dump_json(include={"devices", "link"}), batches[host])
         known = self._plans.setdefault(key, {})
         if graph.fingerprint not in known:
-            part = ClusterSpec(
-                name=f"{self.cluster.name}/{spec.name}",
-                backend=self.cluster.backend,
-                hosts=(spec.model_copy(update={"network": self.network}),),
-            )
+            part = host_cluster(self.cluster, host)
             known[graph.fingerprint] = _taken_over(known.values(), graph) or self._search(graph, part, batches[host])
         return known[graph.fingerprint]
 
@@ -217,17 +227,6 @@ class _Mesh:
                 raise InfeasibleError(f"host {part.hosts[0].name!r} with one sample of the batch: {e}") from None
             return None
         return plan, _sums_s(graph, plan, part)
-
-    @cached_property
-    def network(self) -> DuplexSpec:
-        """What every host's sums go by: the least of all ways out and in, and the longest latency, as all wait for each
-        other. What a pair's own link lets through is one of H - 1 parts of what a host sends."""
-        others = len(self.cluster.hosts) - 1
-        rates = [link.bandwidth * others for link in self.cluster.links if link.bandwidth is not None]
-        waits = [p.latency for p in self.cluster.links if p.latency is not None]
-        waits += [h.network.latency for h in self.cluster.hosts if h.network is not None]
-        rate = min([slowest_rate(self.cluster), *rates])
-        return DuplexSpec.model_validate({"bandwidth": format_rate(rate), "latency": format_time(max(waits))})
 
     def _assemble(self, dealt: _Dealt) -> MeshPlan:
         plans = list(dict.fromkeys(id(p) for p in dealt.plans))

@@ -232,8 +232,17 @@ def test_a_plan_of_two_axes_is_made_explained_written_and_run(
     assert code == 0 and "comm.over_hosts(" in out and "torchrun" not in out and "__main__" not in out
     code, _, err = invoke(capfd, "program", f"{tmp_path}/m.plan.json", f"{script}:build", "--host", "none")
     assert (code, err) == (2, "error: the plan has no host 'none' (hosts: big, small)\n")
-    code, _, err = invoke(capfd, "report", f"{tmp_path}/m.plan.json")
-    assert code == 2 and "a plan of a mesh of two axes" in err and err.count("\n") == 1
+    code, _, _ = invoke(capfd, "report", f"{tmp_path}/m.plan.json")
+    assert code == 0 and "Plan 1, inside small" in (tmp_path / "m.html").read_text()
+    assert invoke(capfd, "diff", *[f"{tmp_path}/m.plan.json"] * 2)[:2] == (0, "the same plan\n")
+    trace = ["-c", f"{tmp_path}/c.yaml", "-o", f"{tmp_path}/trace.json"]
+    code, out, _ = invoke(capfd, "simulate", f"{tmp_path}/m.plan.json", f"{script}:build", *trace)
+    assert code == 0 and out.count("computes") == 3 and "hosts_sum" in (tmp_path / "trace.json").read_text()
+    (tmp_path / "p.json").write_text("{}")
+    code, _, err = invoke(
+        capfd, "simulate", f"{tmp_path}/m.plan.json", f"{script}:build", *trace, "--profile", "p.json"
+    )
+    assert (code, err.count("\n")) == (2, 1) and "play it without a profile" in err
     (tmp_path / "train.py").write_text(TRAIN)
     run = ["run", "--cluster", f"{tmp_path}/c.yaml", "--plan", f"{tmp_path}/m.plan.json", f"{tmp_path}/train.py"]
     code, out, err = invoke(capfd, *run)

@@ -105,7 +105,7 @@ def test_a_plan_of_two_axes_is_no_plan_of_one(tmp_path: Path) -> None:
     for read, origin in ((lambda: Plan.load(path), path), (lambda: Plan.from_json(mesh().to_json(), "x"), "x")):
         with pytest.raises(PlanError) as said:
             read()
-        assert str(said.value).startswith(f"{origin}: a plan of a mesh of two axes; hap explain")
+        assert str(said.value).startswith(f"{origin}: a plan of a mesh of two axes; MeshPlan and load_plan")
         assert "\n" not in str(said.value)
 
 

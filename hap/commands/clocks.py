@@ -238,9 +238,9 @@ def simulate(
     Example:  hap simulate gpt2.plan.json train.py:build --cluster cluster.yaml -o trace.json
     """
     from hap import api
-    from hap.plan import Plan
+    from hap.mesh_plan import load_plan
 
-    loaded = Plan.load(plan)
+    loaded = load_plan(plan)
     built = shared.build(model, hf, batch, seq)
     with shared.working("capturing the model"):
         timeline = api.simulate(
@@ -285,7 +285,7 @@ def told(timeline: Timeline) -> str:
         busy, exposed, idle = (f"{1e3 * s:.2f} ms ({s / timeline.step_s:.0%})" for s in seconds)
         lines.append(f"{device}: computes {busy}, communicates {exposed}, waits for others {idle}")
     path = timeline.critical_path
-    shared_s = sum(s.seconds for s in path if s.rank is None)
+    shared_s = sum(s.seconds for s in path if s.stream == "communication")
     lines.append(f"critical path: {len(path)} spans, {shared_s / timeline.step_s:.0%} of it collectives; the longest:")
     for span in sorted(path, key=lambda s: -s.seconds)[:SHOWN]:
         where = "all ranks" if span.rank is None else timeline.devices[span.rank]

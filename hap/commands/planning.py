@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from hap.commands import shared
 from hap.commands.shared import Batch, ClusterOption, HuggingFace, Json, ModelArgument, PlanArgument, SequenceLength
-from hap.errors import HapError, InfeasibleError, PlanError
-
-if TYPE_CHECKING:
-    from hap.mesh_plan import MeshPlan
-    from hap.plan import Plan
+from hap.errors import HapError
 
 
 def plan(
@@ -66,7 +60,7 @@ def plan(
     it leaves out, what a step of all would take, and how to start the job on the others.
 
     With --mesh hosts the batch is dealt out between the hosts, and each host's part is planned for its devices: worth
-    its while where a batch has few samples for each device. --mesh best plans both and takes the faster.
+    its while where the batch is large and hosts hold several devices. --mesh best plans both and takes the faster.
 
     With --add, --without or --link nothing is written: the cluster is compared with what it would be, each change alone
     and all of them together, ranked by samples a second and, where hosts have a price_per_hour, by samples per money:
@@ -74,11 +68,12 @@ def plan(
     """
     changes = [*(("add", a) for a in add or ()), *(("without", w) for w in without or ())]
     changes += [("link", entry) for entry in link or ()]
-    of_one_axis = (profile, budget_s, method, leave_out)
-    if changes and (out, mesh, *of_one_axis) != (None, "flat", None, None, "milp", False):
+    given = {"profile": profile, "budget_s": budget_s, "method": None if method == "milp" else method}
+    of_one_axis: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if changes and (of_one_axis or (out, mesh, leave_out) != (None, "flat", False)):
         unfit = "--out, --mesh, --profile, --budget-s, --method and --leave-out"
         raise HapError(f"--add, --without and --link compare clusters; leave out {unfit}")
-    if mesh != "flat" and of_one_axis[:3] != (None, None, "milp"):
+    if mesh != "flat" and of_one_axis:
         raise HapError(f"--mesh {mesh} goes without --profile, --budget-s and --method")
     built = shared.build(model, hf, batch, seq)
     from hap import api
@@ -92,22 +87,21 @@ def plan(
             ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort)
         shared.print_json(ranking.to_json()) if as_json else print(ranking)
         return
-    given: dict[str, Any] = {
-        "example_inputs": built.example_inputs,
-        "example_targets": built.example_targets,
-        "loss_fn": built.loss_fn,
-        "optimizer": optimizer,
-        "effort": effort,
-        "leave_out": leave_out,
-    }
-    flat = partial(api.plan, budget_s=budget_s, profile=profile, method=method)
-    doors: dict[str, list[Callable[..., Plan | MeshPlan]]] = {
-        "flat": [flat],
-        "hosts": [api.plan_mesh],
-        "best": [flat, api.plan_mesh],
-    }
+    from hap.axes import plan_axes
+
     with shared.working("planning"):
-        found = _fastest([partial(door, built.model, spec, **given) for door in doors[mesh]])
+        found = plan_axes(
+            mesh,
+            built.model,
+            spec,
+            example_inputs=built.example_inputs,
+            example_targets=built.example_targets,
+            loss_fn=built.loss_fn,
+            optimizer=optimizer,
+            effort=effort,
+            leave_out=leave_out,
+            **of_one_axis,
+        )
     from hap.mesh_plan import MeshPlan
     from hap.report.mesh import summarize_mesh
     from hap.report.summary import summarize
@@ -120,20 +114,6 @@ def plan(
         print(summarize_mesh(found))
     else:
         print(summarize(found, api.planned_part(found, spec)))
-
-
-def _fastest(searches: Sequence[Callable[[], Plan | MeshPlan]]) -> Plan | MeshPlan:
-    """Of the plans that there are the one with the shortest step as run; the first one's refusal if there is none."""
-    found: list[Plan | MeshPlan] = []
-    refusals: list[HapError] = []
-    for search in searches:
-        try:
-            found.append(search())
-        except (InfeasibleError, PlanError) as e:
-            refusals.append(e)
-    if not found:
-        raise refusals[0]
-    return min(found, key=lambda plan: plan.predicted.as_run_s)
 
 
 def program(

@@ -92,10 +92,10 @@ def diff(
 
     Example:  hap diff old.plan.json new.plan.json
     """
-    from hap.plan import Plan
+    from hap.mesh_plan import load_plan
     from hap.report.diff import diff
 
-    found = diff(Plan.load(before), Plan.load(after))
+    found = diff(load_plan(before), load_plan(after))
     shared.print_json(found.to_json()) if as_json else print(found)
 
 
@@ -117,13 +117,14 @@ def report(
 
     Example:  hap report gpt2.plan.json -o gpt2.html
     """
-    from hap.plan import Plan
+    from hap.mesh_plan import MeshPlan, load_plan
+    from hap.report.mesh_page import render_mesh_page
     from hap.report.page import load_run, render_page
 
-    loaded = Plan.load(plan)
+    loaded = load_plan(plan)
     measured = None if run is None else load_run(run)
     with shared.working("drawing"):
-        text = render_page(loaded, measured)
+        text = render_mesh_page(loaded, measured) if isinstance(loaded, MeshPlan) else render_page(loaded, measured)
     target = out or plan.with_suffix("").with_suffix(".html")
     shared.write(target, text)
     if as_json:

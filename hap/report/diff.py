@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hap.plan import Plan
+from hap.mesh_plan import MeshPlan
+from hap.plan import Conversion, Plan
 from hap.report.summary import parameter_uses
 from hap.report.words import counted, listed, quantity, seconds, sizes_in_words, starred, table
 
@@ -52,17 +53,17 @@ class Difference:
         return {"same": self.same, "made_for": self.made_for, "numbers": numbers, "decisions": self.decisions}
 
 
-def diff(a: Plan, b: Plan) -> Difference:
-    """From ``a`` to ``b``."""
+def diff(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Difference:
+    """From ``a`` to ``b``, each of one axis or of two."""
     return Difference(
         same=a.checksum == b.checksum,
         made_for=tuple(_made_for(a, b)),
-        numbers=tuple(_figures(a, b)),
+        numbers=tuple(n for n in _figures(a, b) if n.before != n.after),
         decisions=tuple(_decisions(a, b)),
     )
 
 
-def _made_for(a: Plan, b: Plan) -> Iterator[str]:
+def _made_for(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Iterator[str]:
     x, y = a.provenance, b.provenance
     for what, name, fingerprint in (
         ("model", "model", "model_fingerprint"),
@@ -80,24 +81,42 @@ def _made_for(a: Plan, b: Plan) -> Iterator[str]:
             yield f"{what.replace('_', ' ')}: {getattr(x, what)} became {getattr(y, what)}"
 
 
-def _figures(a: Plan, b: Plan) -> Iterator[Number]:
-    """Those that changed."""
+def _figures(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Iterator[Number]:
     x, y = a.predicted, b.predicted
-    pairs = [
-        Number("predicted step", x.as_run_s, y.as_run_s, "s"),
-        Number("busiest rank's compute", max(x.compute_s), max(y.compute_s), "s"),
-        Number("communication", x.communication_s, y.communication_s, "s"),
-        Number("lower bound", x.lower_bound_s or 0.0, y.lower_bound_s or 0.0, "s"),
-        Number("fullest rank's memory", max(x.memory_bytes), max(y.memory_bytes), "B"),
-        Number("memory of all ranks", sum(x.memory_bytes), sum(y.memory_bytes), "B"),
-    ]
+    yield Number("predicted step", x.as_run_s, y.as_run_s, "s")
     if x.overlapped_s is not None or y.overlapped_s is not None:
-        pairs.insert(1, Number("with nothing overlapped", x.step_s, y.step_s, "s"))
-    for kind in sorted({c.collective for p in (a, b) for c in p.conversions if c.collective != "slice"}):
-        found = [[c for c in p.conversions if c.collective == kind] for p in (a, b)]
-        pairs.append(Number(f"number of {kind}", len(found[0]), len(found[1]), ""))
-        pairs.append(Number(f"bytes in {kind}", sum(c.nbytes for c in found[0]), sum(c.nbytes for c in found[1]), "B"))
-    yield from (n for n in pairs if n.before != n.after)
+        yield Number("with nothing overlapped", x.step_s, y.step_s, "s")
+    if isinstance(a, Plan) and isinstance(b, Plan):
+        yield Number("busiest rank's compute", max(a.predicted.compute_s), max(b.predicted.compute_s), "s")
+    yield Number("communication", _wire_s(a), _wire_s(b), "s")
+    yield Number("sums over hosts", _sums_s(a), _sums_s(b), "s")
+    if isinstance(a, MeshPlan) == isinstance(b, MeshPlan):  # no bound of one axis holds for two
+        yield Number("lower bound", x.lower_bound_s or 0.0, y.lower_bound_s or 0.0, "s")
+    yield Number("fullest rank's memory", max(a.memory_bytes), max(b.memory_bytes), "B")
+    yield Number("memory of all ranks", sum(a.memory_bytes), sum(b.memory_bytes), "B")
+    moved = [[c for c in _conversions(plan) if c.collective != "slice"] for plan in (a, b)]
+    for kind in sorted({c.collective for of_one in moved for c in of_one}):
+        found = [[c for c in of_one if c.collective == kind] for of_one in moved]
+        yield Number(f"number of {kind}", len(found[0]), len(found[1]), "")
+        yield Number(f"bytes in {kind}", sum(c.nbytes for c in found[0]), sum(c.nbytes for c in found[1]), "B")
+
+
+def _insides(plan: Plan | MeshPlan) -> tuple[Plan, ...]:
+    """The plan of every host; one of one axis is a single one."""
+    return (plan,) if isinstance(plan, Plan) else tuple(plan.inside_of(h) for h in range(len(plan.hosts)))
+
+
+def _wire_s(plan: Plan | MeshPlan) -> float:
+    """Of the host where it is longest."""
+    return max(inside.predicted.communication_s for inside in _insides(plan))
+
+
+def _sums_s(plan: Plan | MeshPlan) -> float:
+    return plan.predicted.sums_s if isinstance(plan, MeshPlan) else 0.0
+
+
+def _conversions(plan: Plan | MeshPlan) -> list[Conversion]:
+    return [c for inside in _insides(plan) for c in inside.conversions]
 
 
 def _numbers(numbers: tuple[Number, ...]) -> list[str]:
@@ -109,7 +128,38 @@ def _numbers(numbers: tuple[Number, ...]) -> list[str]:
     return table(rows, right=(1, 3, 4)) if rows else []
 
 
-def _decisions(a: Plan, b: Plan) -> Iterator[str]:
+def _decisions(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Iterator[str]:
+    if isinstance(a, Plan) and isinstance(b, Plan):
+        yield from _of_one_axis(a, b)
+    elif isinstance(a, MeshPlan) and isinstance(b, MeshPlan):
+        yield from _of_two_axes(a, b)
+    else:
+        yield f"{_axes(a)} became {_axes(b)}"
+
+
+def _axes(plan: Plan | MeshPlan) -> str:
+    if isinstance(plan, Plan):
+        return "a plan of one axis"
+    return f"one of two, with {plan.batch.label} dealt out between {listed([h.name for h in plan.hosts])},"
+
+
+def _of_two_axes(a: MeshPlan, b: MeshPlan) -> Iterator[str]:
+    """The hosts and their parts, then what changed inside of them, of hosts where the same did together."""
+    before, after = ({h.name: i for i, h in enumerate(plan.hosts)} for plan in (a, b))
+    gone, new = [h for h in before if h not in after], [h for h in after if h not in before]
+    yield from (f"hosts: {_listed(names, word)}" for names, word in ((gone, "gone"), (new, "new")) if names)
+    parts = [dict(zip(found, plan.batch.sizes, strict=True)) for found, plan in ((before, a), (after, b))]
+    if parts[0] != parts[1]:
+        old, now = (listed([f"{size} on {name}" for name, size in found.items()]) for found in parts)
+        yield f"{a.batch.label} between hosts: {old} became {now}"
+    inside: dict[str, list[str]] = {}
+    for name in (h for h in before if h in after):
+        for line in _of_one_axis(a.inside_of(before[name]), b.inside_of(after[name])):
+            inside.setdefault(line, []).append(name)
+    yield from (f"inside {listed(names)}: {line}" for line, names in inside.items())
+
+
+def _of_one_axis(a: Plan, b: Plan) -> Iterator[str]:
     yield from _shares(a, b)
     yield from _uses(a, b)
     yield from _calls(a, b)

@@ -291,7 +291,7 @@ def _calls(calls: object, label: str, facts: Facts) -> int:
     return sum(count for name, count in calls.items() if name not in named)
 
 
-def measured(facts: Facts, run: Measured) -> str:
+def measured(predicted_s: float, run: Measured) -> str:
     """Every measured step, and the prediction."""
     figure = go.Figure()
     figure.add_scatter(
@@ -303,7 +303,7 @@ def measured(facts: Facts, run: Measured) -> str:
         marker={"size": 5},
     )
     figure.add_hline(
-        y=facts.plan.predicted.as_run_s * 1e3,
+        y=predicted_s * 1e3,
         line={"color": WIRE, "width": 2, "dash": "dash"},
         annotation={"text": "predicted", "xanchor": "right", "yanchor": "top", "showarrow": False},
     )

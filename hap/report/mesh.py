@@ -12,32 +12,51 @@ from hap.report.words import counted, listed, percent, quantity, seconds, table
 
 def summarize_mesh(plan: MeshPlan) -> str:
     """Plain text: who gets how much of the batch, what is summed between hosts, then every plan inside."""
-    predicted, made = plan.predicted, plan.provenance
+    made = plan.provenance
     head = (
         f"{made.model}: {quantity(made.parameters)} parameters on {made.cluster}: "
         f"{counted(len(plan.hosts), 'host')}, {counted(plan.world_size, 'rank')}, a mesh of two axes"
     )
-    times = "\n".join(
-        [
-            f"predicted step: {seconds(predicted.as_run_s)} as it is run",
-            f"nothing overlapped: {seconds(predicted.step_s)}, of it sums over hosts {seconds(predicted.sums_s)}; no "
-            f"plan of these two axes can take less than {seconds(predicted.lower_bound_s)} (proved, gap "
-            f"{predicted.gap:.1%})",
-        ]
-    )
+    stopped = "the search was interrupted: another run may find another plan" if made.solver.get("stopped") else ""
+    left_out = f"left out: {listed(plan.left_out)}; start the job on the other hosts" if plan.left_out else ""
+    blocks = ["\n".join(filter(None, [head, *times_in_words(plan), stopped, left_out]))]
+    blocks.append("\n".join(table(host_rows(plan), right=(1, 2, 3, 4))))
+    for number, inside, names in plans_inside(plan):
+        title = f"--- plan {number}, inside {listed(names)}; what ranks are busy with includes the sums over hosts ---"
+        blocks.append(f"{title}\n\n{summarize(inside)}")
+    return "\n\n".join(blocks)
+
+
+def times_in_words(plan: MeshPlan) -> list[str]:
+    predicted = plan.predicted
+    return [
+        f"predicted step: {seconds(predicted.as_run_s)} as it is run",
+        f"nothing overlapped: {seconds(predicted.step_s)}, of it sums over hosts {seconds(predicted.sums_s)}; no "
+        f"plan of these two axes can take less than {seconds(predicted.lower_bound_s)} (proved, gap "
+        f"{predicted.gap:.1%})",
+    ]
+
+
+def host_rows(plan: MeshPlan) -> list[list[str]]:
+    """A table, the head first. The last column says which of ``plans_inside`` a host runs."""
+    first = {name: number for number, _, names in plans_inside(plan) for name in names}
     rows = [["host", "ranks", "batch", "step", "plan"]]
     for number, host in enumerate(plan.hosts):
         share = f"{host.batch} of {plan.batch.n} ({percent(host.batch, plan.batch.n)})"
         step = seconds(plan.inside_of(number).predicted.step_s)
-        rows.append([host.name, str(host.ranks), share, step, str(host.inside)])
-    stopped = "the search was interrupted: another run may find another plan" if made.solver.get("stopped") else ""
-    left_out = f"left out: {listed(plan.left_out)}; start the job on the other hosts" if plan.left_out else ""
-    blocks = ["\n".join(filter(None, [head, times, stopped, left_out])), "\n".join(table(rows, right=(1, 2, 3, 4)))]
-    for number, inside in enumerate(plan.inside):
-        names = [h.name for h in plan.hosts if h.inside == number]
-        title = f"--- plan {number}, inside {listed(names)} ---"
-        blocks.append(f"{title}\n\n{summarize(_without_bound(inside))}")
-    return "\n\n".join(blocks)
+        rows.append([host.name, str(host.ranks), share, step, str(first[host.name])])
+    return rows
+
+
+def plans_inside(plan: MeshPlan) -> list[tuple[int, Plan, list[str]]]:
+    """The plans that tell their readers something new, numbered, each with the hosts that run it, or one that differs
+    from it in nothing but the host's place in the batch. Without their bounds, which say nothing about the whole."""
+    found: dict[str, tuple[Plan, list[str]]] = {}
+    for number, host in enumerate(plan.hosts):
+        inside = plan.inside_of(number)
+        decisions = inside.model_dump_json(exclude={"provenance", "explanation"})
+        found.setdefault(decisions, (_without_bound(inside), []))[1].append(host.name)
+    return [(number, inside, names) for number, (inside, names) in enumerate(found.values())]
 
 
 def mesh_to_json(plan: MeshPlan) -> dict[str, Any]:

@@ -8,10 +8,11 @@ says so.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hap.errors import HapError, PlanError
-from hap.plan import Plan
+from hap.mesh_plan import MeshPlan
+from hap.plan import Plan, Provenance
 from hap.report.explain import hourly_price, paragraph
 from hap.report.facts import DeviceRow, Facts
 from hap.report.measured import Measured, load_run
@@ -29,7 +30,8 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 64px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 36px 0 4px; }
+h1 { font-size: 26px; margin: 0 0 4px; } main > h1:not(:first-child) { margin-top: 56px; }
+h2 { font-size: 18px; margin: 36px 0 4px; }
 p { margin: 4px 0 12px; max-width: 78ch; } .quiet { color: var(--quiet); font-size: 13px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); gap: 12px; margin: 20px 0; }
 .tile, .figure { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
@@ -56,13 +58,16 @@ def render_page(plan: Plan, measured: Measured | None = None) -> str:
         if e.name is None or e.name.partition(".")[0] != "plotly":
             raise
         raise HapError("hap report needs plotly: pip install 'hap[report]'") from None
-    shown = _shown(facts.devices)
-    body = "\n".join(_sections(facts, shown, measured))
-    title = html.escape(f"{plan.provenance.model} on {plan.provenance.cluster}")
+    return page_of(plan.provenance, _sections(facts, measured), figures.library())
+
+
+def page_of(made: Provenance, sections: Iterable[str], library: str) -> str:
+    """A page with these sections; ``library`` draws its figures."""
+    body, title = "\n".join(sections), html.escape(f"{made.model} on {made.cluster}")
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style>'
-        f"<script>{figures.library()}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
+        f"<script>{library}</script></head>\n<body><main>\n{body}\n</main></body></html>\n"
     )
 
 
@@ -74,14 +79,26 @@ def _shown(devices: tuple[DeviceRow, ...]) -> tuple[int, ...]:
     return tuple(sorted(largest))
 
 
-def _sections(facts: Facts, shown: tuple[int, ...], measured: Measured | None) -> Iterator[str]:
-    from hap.report import figures as draw  # Plotly takes a while
-
-    made = facts.plan.provenance
-    yield f"<h1>{html.escape(made.model)} on {html.escape(made.cluster)}</h1>"
-    yield f'<p class="quiet">HAP {html.escape(made.hap_version)}, plan {facts.plan.checksum[:12]}</p>'
+def _sections(facts: Facts, measured: Measured | None) -> Iterator[str]:
+    yield heading(facts.plan)
     yield f"<p>{html.escape(paragraph(facts))}</p>"
     yield _tiles(facts, measured)
+    yield from drawn(facts, measured)
+
+
+def heading(plan: Plan | MeshPlan) -> str:
+    made = plan.provenance
+    return (
+        f"<h1>{html.escape(made.model)} on {html.escape(made.cluster)}</h1>"
+        f'<p class="quiet">HAP {html.escape(made.hap_version)}, plan {plan.checksum[:12]}</p>'
+    )
+
+
+def drawn(facts: Facts, measured: Measured | None) -> Iterator[str]:
+    """The figures and tables of a plan of one axis."""
+    from hap.report import figures as draw  # Plotly takes a while
+
+    made, shown = facts.plan.provenance, _shown(facts.devices)
     if len(shown) < len(facts.devices):
         ranks = sum(len(facts.devices[i].ranks) for i in shown)
         yield (
@@ -89,19 +106,20 @@ def _sections(facts: Facts, shown: tuple[int, ...], measured: Measured | None) -
             f"{ranks} of {facts.plan.world_size} devices.</p>"
         )
     if measured is not None:
-        yield _figure("Predicted and measured", _compared(facts, measured), draw.measured(facts, measured))
+        predicted_s = facts.plan.predicted.as_run_s
+        yield figure("Predicted and measured", compared(predicted_s, measured), draw.measured(predicted_s, measured))
     words = "What every device does in one step; those that do the same are one row."
     if facts.told is not None and facts.told.as_run is not None:
         words += " The wire is everybody's; what it carries beside compute costs no time."
     words += " Drag to zoom, click twice to return."
-    yield _figure("Timeline", words, draw.timeline(facts, shown))
+    yield figure("Timeline", words, draw.timeline(facts, shown))
     words = "At its peak, by what takes it; a grey mark is where a device is full."
-    yield _figure("Memory", words, draw.memory(facts, shown))
+    yield figure("Memory", words, draw.memory(facts, shown))
     together = "" if facts.plan.world_size <= draw.FEW else ", all devices of a class together"
     words = f"Bytes from row to column in one step{together}."
-    yield _figure("Traffic", words, draw.traffic(facts, shown))
+    yield figure("Traffic", words, draw.traffic(facts, shown))
     words = "Left: seconds of the slowest device. Right: operator calls, by which dim their work is dealt out."
-    yield _figure("Layers", words, draw.layers(facts))
+    yield figure("Layers", words, draw.layers(facts))
     yield _tables(facts)
     if made.assumptions:
         items = "".join(f"<li>{html.escape(a)}</li>" for a in made.assumptions)
@@ -122,21 +140,25 @@ def _tiles(facts: Facts, measured: Measured | None) -> str:
         tiles.append((f"{fullest.memory_bytes / fullest.capacity_bytes:.0%}", f"of {fullest.names[0]}'s memory"))
     if (price := hourly_price(facts)) is not None:
         tiles.append((f"{price:.2f}", "an hour, all hosts"))
+    return tiled(tiles)
+
+
+def tiled(tiles: Iterable[tuple[str, str]]) -> str:
+    """Figures with what each is of."""
     inner = "".join(f'<div class="tile"><b>{html.escape(n)}</b><span>{html.escape(w)}</span></div>' for n, w in tiles)
     return f'<div class="tiles">{inner}</div>'
 
 
-def _compared(facts: Facts, measured: Measured) -> str:
+def compared(predicted_s: float, measured: Measured) -> str:
     low, high = measured.spread_s
-    predicted = facts.plan.predicted.as_run_s
     return (
-        f"Predicted {seconds(predicted)}, measured {seconds(measured.median_s)} (median of "
+        f"Predicted {seconds(predicted_s)}, measured {seconds(measured.median_s)} (median of "
         f"{len(measured.counted)}; 80% of steps took {seconds(low)} to {seconds(high)}); "
-        f"predicted / measured = {predicted / measured.median_s:.2f}."
+        f"predicted / measured = {predicted_s / measured.median_s:.2f}."
     )
 
 
-def _figure(title: str, words: str, drawn: str) -> str:
+def figure(title: str, words: str, drawn: str) -> str:
     return f'<h2>{html.escape(title)}</h2><p class="quiet">{html.escape(words)}</p><div class="figure">{drawn}</div>'
 
 
@@ -154,7 +176,7 @@ def _tables(facts: Facts) -> str:
         for row in facts.collectives
     ]
     head = ("collective", "performed as", "pass", "number", "bytes", "time", "longest")
-    parts = ["<h2>Collectives</h2>", _table(head, rows, numbers=(3, 4, 5))] if rows else []
+    parts = ["<h2>Collectives</h2>", table(head, rows, numbers=(3, 4, 5))] if rows else []
     devices = [
         (
             ranks_in_words(row.ranks),
@@ -167,15 +189,15 @@ def _tables(facts: Facts) -> str:
         for row in facts.devices[: 4 * MOST_ROWS]
     ]
     columns = ("ranks", "device", "batch each", "busy", "waits", "memory")
-    parts += ["<h2>Devices</h2>", _table(columns, devices, numbers=(2, 3, 4, 5))]
+    parts += ["<h2>Devices</h2>", table(columns, devices, numbers=(2, 3, 4, 5))]
     if facts.told and facts.told.helps:
         step = facts.plan.predicted.step_s or 1.0
         helps = [(h.change, seconds(h.step_s), f"{h.step_s / step - 1:+.1%}") for h in facts.told.helps]
-        parts += ["<h2>What would help</h2>", _table(("change", "step", "difference"), helps, numbers=(1, 2))]
+        parts += ["<h2>What would help</h2>", table(("change", "step", "difference"), helps, numbers=(1, 2))]
     return "\n".join(parts)
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: tuple[int, ...]) -> str:
     def line(cells: tuple[str, ...], tag: str) -> str:
         return "".join(
             f"<{tag}{' class=n' if i in numbers else ''}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)

@@ -11,6 +11,7 @@ import torch
 from hap import cli
 from hap.errors import HapError
 from hap.guard import check_folder, judge
+from hap.mesh_plan import MeshPlan, load_plan
 from hap.plan import Plan
 from hap.testing import HapPlan
 from tests.test_language import small_plan
@@ -32,7 +33,7 @@ def tiny(width: int) -> dict[str, object]:
     return {"model": model, "example_inputs": (torch.zeros(32, 6),), "loss_fn": lambda out: out.square().mean()}
 
 
-def check(fixture: HapPlan, width: int = 24, **limits: object) -> Plan:
+def check(fixture: HapPlan, width: int = 24, **limits: object) -> Plan | MeshPlan:
     return fixture.check(cluster=CLUSTER, effort="quick", **tiny(width), **limits)  # type: ignore[arg-type]
 
 
@@ -143,6 +144,26 @@ def test_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not result["ok"] and result["reasons"][0].startswith("the step grew by")
 
 
+def test_plans_of_two_axes_are_guarded(folder: Path) -> None:
+    (folder / "check.yaml").write_text(CHECK.replace("effort", "mesh: hosts, effort"))
+    assert [str(r) for r in check_folder(folder, update=True)] == ["tiny.plan.json: written"]
+    assert isinstance(load_plan(folder / "tiny.plan.json"), MeshPlan)
+    assert [str(r) for r in check_folder(folder, update=False)] == ["tiny.plan.json: ok"]
+    (folder / "check.yaml").write_text(CHECK)  # one axis now
+    (result,) = check_folder(folder, update=False)
+    assert "became a plan of one axis" in result.words
+    (folder / "check.yaml").write_text(CHECK.replace("effort", "mesh: best, effort"))
+    steps = [load_plan(folder / "tiny.plan.json").predicted.as_run_s]
+    check_folder(folder, update=True)
+    assert load_plan(folder / "tiny.plan.json").predicted.as_run_s <= steps[0]
+
+
+def test_the_fixture_guards_plans_of_two_axes(tmp_path: Path) -> None:
+    written = check(HapPlan(tmp_path, "tiny", update=True), mesh="hosts")
+    assert isinstance(written, MeshPlan) and load_plan(tmp_path / "tiny.plan.json") == written
+    assert check(HapPlan(tmp_path, "tiny", update=False), mesh="hosts") == written
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -150,6 +171,7 @@ def test_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("{", "cannot read"),
         ("x.json: {cluster: c}", "no name such as gpt2.plan.json"),
         ("x.plan.json: {cluster: c, speed: 1}", "speed: Extra inputs"),
+        ("x.plan.json: {model: 'm.py:f', cluster: c, mesh: rings}", "mesh: Input should be 'flat', 'hosts' or 'best'"),
         ("x.plan.json: {cluster: c}", "name one of model and hf"),
         ("x.plan.json: {model: 'm.py:f', cluster: c, max_step_regression: -1}", "max_step_regression"),
     ],

@@ -46,7 +46,6 @@ from ortools.math_opt import model_pb2
 
 from hap.conversion import collective_kind
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
-from hap.cost_models.order import program_parts
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost
 from hap.cost_models.work import is_view
@@ -59,6 +58,7 @@ from hap.search.least import Least
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import Facts
 from hap.search.protos import DUAL, OFF, KeptSolver, fill_matrix, seeded
+from hap.search.saved import parts_of_calls, saved_bytes
 from hap.search.wires import ClassForms, RankClasses
 
 SAFETY = 1e-6  # of the bound: what the solver's tolerances may be worth
@@ -127,6 +127,7 @@ class Relaxation:
         self.devices, counts = device_classes(facts.cluster)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))
         self.many = self.weight * np.array(counts)
+        self._parts = parts_of_calls(facts.graph)
         self._known: dict[Line, float] = {}
         self.cost: list[float] = []
         self.names: list[str] = []
@@ -266,14 +267,6 @@ class Relaxation:
                 found.add(node.name)
         return frozenset(found)
 
-    @cached_property
-    def _parts(self) -> Mapping[str, str]:
-        """Call -> the part of the program in which it runs."""
-        _, forward, backward = program_parts(self.facts.graph)
-        return dict.fromkeys((n.name for n in backward), "backward") | dict.fromkeys(
-            (n.name for n in forward), "forward"
-        )
-
     def _part(self, reads: Sequence[Read]) -> str:
         """The part in which all of these reads are; "" where they are in both, or results."""
         found = {self._parts.get(read.reader or "", "") for read in reads}
@@ -342,7 +335,7 @@ class Relaxation:
                 copies = self.count[a] * (1 if isinstance(strategy.outputs[0], Shard) else n)
                 between.append((variable, copies * (node.meta.nbytes + state) * GB))
                 ending.append((variable, copies * (node.meta.nbytes + state + gradient) * GB))
-        saved = {a: held for a, name in self.first.items() if (held := self._saved(name))}
+        saved = {a: held for a, name in self.first.items() if (held := saved_bytes(graph, self._parts, name))}
         room = sum(usable_bytes(d.memory_bytes) for d in self.facts.cluster.devices)
         left = room - sum(self.count[a] * held for a, held in saved.items())
         self._row("state", -np.inf, room * GB, ending)
@@ -354,30 +347,6 @@ class Relaxation:
             self.upper[again] = 1.0
             between.append((again, -self.count[a] * held * GB))
         self._row("between", -np.inf, left * GB, between)
-
-    def _saved(self, name: str) -> int:
-        """Bytes of what a call of the forward part makes and the backward part reads, by itself or through views, of
-        which those that must copy may be kept in its place."""
-        graph, found = self.facts.graph, 0
-        node = graph.by_name[name]
-        if node.is_source or is_view(node) or self._parts.get(name) != "forward":
-            return 0
-        for index, meta in enumerate(node.outputs):
-            if meta is not None:
-                found += self._read_late(Value(name, index), meta.nbytes)
-        return found
-
-    def _read_late(self, value: Value, nbytes: int) -> int:
-        """The most bytes that a reader in the backward part needs of a value, no more than ``nbytes``."""
-        graph, most = self.facts.graph, 0
-        for user, place in graph.users.get(value, ()):
-            if self._parts.get(user.name) == "backward":
-                return nbytes
-            if is_view(user) and place == 0:
-                for index, meta in enumerate(user.outputs):
-                    if meta is not None:
-                        most = max(most, self._read_late(Value(user.name, index), min(nbytes, meta.nbytes)))
-        return most
 
     # -- assembling --------------------------------------------------------------------------------------------------
 

@@ -363,7 +363,7 @@ def _placed(strategy: Strategy, index: int) -> Placement:
 
 def _used_groups(groups: Mapping[str, GroupPlan], strategies: Iterable[Strategy]) -> dict[str, GroupPlan]:
     """The groups that some strategy shards, in the given order."""
-    used = {p.group for s in strategies for p in (*s.inputs, *s.outputs) if isinstance(p, Shard)}
+    used = {group for s in strategies for group in s.groups}
     return {name: group for name, group in groups.items() if name in used}
 
 

@@ -53,7 +53,9 @@ class Facts:
 
     def on(self, cluster: ClusterSpec) -> Facts:
         """The same on another cluster; what is known of the graph is handed on."""
-        return replace(self, cluster=cluster, here={})._knowing(self)
+        other = replace(self, cluster=cluster, here={})._knowing(self)
+        other.__dict__["evaluator"] = self.evaluator.on(cluster)
+        return other
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Facts:
         """The same with these calls made again in the backward pass; nothing else that is known depends on it."""

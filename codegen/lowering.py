@@ -27,7 +27,7 @@ from hap.conversion import Need, collective_kind, find_needs, required_results
 from hap.errors import PlanError
 from hap.graph import Graph, Node, Phase, TensorMeta, Value, map_values
 from hap.ops import takes_device
-from hap.placement import REPLICATE, Partial, Placement, Shard, parse_placement
+from hap.placement import REPLICATE, Partial, Placement, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import Arguments, localize
 

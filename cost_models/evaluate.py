@@ -31,7 +31,7 @@ from hap.cost_models.memory import (
     optimizer_state_bytes,
     usable_bytes,
 )
-from hap.cost_models.order import repeats
+from hap.cost_models.order import Parts, program_parts, repeats
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
@@ -144,12 +144,17 @@ class Evaluator:
     def on(self, cluster: ClusterSpec) -> Evaluator:
         """The same for another cluster; what was found of the graph is handed on."""
         other = replace(self, cluster=cluster, _folded={})
-        other.__dict__.update(strides=self.strides, steps=self.steps)
+        other.__dict__.update(strides=self.strides, steps=self.steps, parts=self.parts)
         return other
 
     @cached_property
     def steps(self) -> Mapping[str, Step]:
         return find_steps(self.graph, self.strides)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """See ``program_parts``."""
+        return program_parts(self.graph)
 
     @cached_property
     def strides(self) -> Strides:
@@ -170,7 +175,7 @@ class Evaluator:
     ) -> Prepared:
         """What does not depend on sizes, for those who ask about several."""
         used = dict.fromkeys(group for s in strategies.values() for group in s.groups)
-        again = repeats(self.graph, strategies, recomputed)
+        again = repeats(self.graph, strategies, recomputed, self.parts)
         walk = Walk(self.graph, strategies, needs, steps=self.steps, strides=self.strides, again=again)
         measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
         stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)

@@ -286,7 +286,7 @@ class UpdateTable:
         launch, per_byte = self._rates
         seconds: Array = np.where(own_bytes > 0, launch + own_bytes * per_byte, 0.0)
         for rank, device in self._measured:
-            for place in zip(*np.nonzero(own_bytes[..., rank] > 0), strict=True):
+            for place in np.argwhere(own_bytes[..., rank] > 0).tolist():
                 seconds[(*place, rank)] = device.update_seconds(self.optimizer, own_bytes[(*place, rank)])
         return seconds
 

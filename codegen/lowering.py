@@ -27,7 +27,7 @@ from hap.conversion import Need, collective_kind, find_needs, required_results
 from hap.errors import PlanError
 from hap.graph import Graph, Node, Phase, TensorMeta, Value, map_values
 from hap.ops import takes_device
-from hap.placement import REPLICATE, Partial, Placement, Shard, parse_placement
+from hap.placement import REPLICATE, Partial, Placement, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import Arguments, localize
 
@@ -363,7 +363,7 @@ def _placed(strategy: Strategy, index: int) -> Placement:
 
 def _used_groups(groups: Mapping[str, GroupPlan], strategies: Iterable[Strategy]) -> dict[str, GroupPlan]:
     """The groups that some strategy shards, in the given order."""
-    used = {p.group for s in strategies for p in (*s.inputs, *s.outputs) if isinstance(p, Shard)}
+    used = {group for s in strategies for group in s.groups}
     return {name: group for name, group in groups.items() if name in used}
 
 

@@ -22,15 +22,23 @@ from hap.conversion import Need, find_needs
 from hap.cost_models.collective import Forms
 from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeModel
 from hap.cost_models.fold import Cluster, FoldedCluster, Folds
-from hap.cost_models.memory import MemoryUse, Step, Walk, find_steps, local_bytes, optimizer_state_bytes, usable_bytes
-from hap.cost_models.order import repeats
+from hap.cost_models.memory import (
+    MemoryUse,
+    Step,
+    Walk,
+    find_steps,
+    many_local_bytes,
+    optimizer_state_bytes,
+    usable_bytes,
+)
+from hap.cost_models.order import Parts, program_parts, repeats
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
 from hap.cost_models.strides import Strides, find_strides
 from hap.fabric import Array
 from hap.graph import Graph, Node
-from hap.placement import GroupSizes, Placement, Shard, Sizes
+from hap.placement import GroupSizes, Placement, Sizes
 from hap.plan import Conversion, Prediction, Strategy
 
 
@@ -133,9 +141,20 @@ class Evaluator:
     def _forms(self, folded: FoldedCluster) -> Forms:
         return self._folded.setdefault(folded.of, Forms(folded))
 
+    def on(self, cluster: ClusterSpec) -> Evaluator:
+        """The same for another cluster; what was found of the graph is handed on."""
+        other = replace(self, cluster=cluster, _folded={})
+        other.__dict__.update(strides=self.strides, steps=self.steps, parts=self.parts)
+        return other
+
     @cached_property
     def steps(self) -> Mapping[str, Step]:
         return find_steps(self.graph, self.strides)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """See ``program_parts``."""
+        return program_parts(self.graph)
 
     @cached_property
     def strides(self) -> Strides:
@@ -155,8 +174,8 @@ class Evaluator:
         self, strategies: Mapping[str, Strategy], needs: Sequence[Need], recomputed: Collection[str] = ()
     ) -> Prepared:
         """What does not depend on sizes, for those who ask about several."""
-        used = dict.fromkeys(p.group for s in strategies.values() for p in s.outputs + s.inputs if isinstance(p, Shard))
-        again = repeats(self.graph, strategies, recomputed)
+        used = dict.fromkeys(group for s in strategies.values() for group in s.groups)
+        again = repeats(self.graph, strategies, recomputed, self.parts)
         walk = Walk(self.graph, strategies, needs, steps=self.steps, strides=self.strides, again=again)
         measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
         stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)
@@ -234,21 +253,22 @@ def update_seconds(
     """Seconds of the optimizer's update on every rank (N,): it reads parameter, gradient and state, writes parameter
     and state, and launches once per parameter that the rank holds any of (assumed: torch's fused and foreach kernels
     launch less often, its plain loops more)."""
-    table, seconds = UpdateTable(cluster, optimizer, model), np.zeros(cluster.world_size)
-    known: dict[tuple[int, Placement], Array] = {}
+    known: dict[tuple[int, Placement], int] = {}  # bytes and how they lie -> row
+    rows: list[int] = []
     for node in _trained(graph):
         placement = strategies[node.name].outputs[0]
         assert placement is not None
-        key = (node.meta.nbytes, placement)
-        if key not in known:
-            known[key] = table.seconds(local_bytes(*key, sizes, cluster.world_size))
-        seconds += known[key]
-    return seconds
+        rows.append(known.setdefault((node.meta.nbytes, placement), len(known)))
+    if not rows:
+        return np.zeros(cluster.world_size)
+    own = many_local_bytes(known, sizes, cluster.world_size)
+    total: Array = UpdateTable(cluster, optimizer, model).seconds(own)[rows].cumsum(axis=0)[-1]
+    return total
 
 
 @dataclass(frozen=True, eq=False)
 class UpdateTable:
-    """All devices at once: what the optimizer takes for one parameter of which each rank holds so many bytes."""
+    """All devices at once: what the optimizer takes for parameters of which each rank holds so many bytes."""
 
     cluster: Cluster
     optimizer: str
@@ -262,13 +282,17 @@ class UpdateTable:
         return np.array([d.launch_s for d in self.cluster.devices]), passes / bandwidth
 
     def seconds(self, own_bytes: Array) -> Array:
-        """(N,) from (N,)."""
+        """(..., N) from (..., N)."""
         launch, per_byte = self._rates
         seconds: Array = np.where(own_bytes > 0, launch + own_bytes * per_byte, 0.0)
-        for rank, device in enumerate(self.cluster.devices):
-            if isinstance(device, MeasuredDevice) and own_bytes[rank] > 0:
-                seconds[rank] = device.update_seconds(self.optimizer, own_bytes[rank])
+        for rank, device in self._measured:
+            for place in np.argwhere(own_bytes[..., rank] > 0).tolist():
+                seconds[(*place, rank)] = device.update_seconds(self.optimizer, own_bytes[(*place, rank)])
         return seconds
+
+    @cached_property
+    def _measured(self) -> tuple[tuple[int, MeasuredDevice], ...]:
+        return tuple((rank, d) for rank, d in enumerate(self.cluster.devices) if isinstance(d, MeasuredDevice))
 
 
 def _trained(graph: Graph) -> tuple[Node, ...]:

@@ -18,7 +18,7 @@ of every device is left for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -73,6 +73,24 @@ def local_bytes(nbytes: int, placement: Placement, sizes: GroupSizes, world_size
     if isinstance(placement, Shard):
         return np.array(sizes[placement.group], dtype=np.float64) * (nbytes // placement.n)
     return np.full(world_size, float(nbytes))
+
+
+def many_local_bytes(pieces: Iterable[tuple[int, Placement]], sizes: GroupSizes, world_size: int) -> Array:
+    """The same of many (P, N): (bytes of the whole, placement) each."""
+    rows, vectors = dict[str, int](), [np.ones(world_size)]
+    row, factor = list[int](), list[float]()
+    for nbytes, placement in pieces:
+        if not isinstance(placement, Shard):
+            row.append(0)
+            factor.append(nbytes)
+            continue
+        if placement.group not in rows:
+            rows[placement.group] = len(vectors)
+            vectors.append(np.array(sizes[placement.group], dtype=np.float64))
+        row.append(rows[placement.group])
+        factor.append(nbytes // placement.n)
+    found: Array = np.array(vectors)[np.array(row, dtype=np.intp)] * np.array(factor, dtype=np.float64)[:, None]
+    return found
 
 
 def memory_use(
@@ -275,12 +293,16 @@ class Walk:
     ) -> dict[str, Array]:
         """Kind -> bytes (moments, N). See ``memory_use``."""
         moments = self.end + 2
-        own = np.array([local_bytes(*piece, sizes, world_size) for piece in self.pieces])
+        own = many_local_bytes(self.pieces, sizes, world_size)
         pieces, times, born, gone = self._table
-        changes = np.zeros((world_size, len(KINDS) * moments))
-        for row, amounts in zip(changes, (own[pieces] * times[:, None]).T, strict=True):
+        alike: dict[bytes, int] = {}  # what a rank holds of every piece -> its row
+        of = [alike.setdefault(column.tobytes(), len(alike)) for column in np.ascontiguousarray(own.T)]
+        changes = np.zeros((len(alike), len(KINDS) * moments))
+        for row, column in zip(changes, alike, strict=True):
+            amounts = np.frombuffer(column)[pieces] * times
             row += np.bincount(born, amounts, len(row)) - np.bincount(gone, amounts, len(row))
-        by_kind = dict(zip(KINDS, changes.reshape(world_size, len(KINDS), moments).transpose(1, 2, 0), strict=True))
+        of_ranks = changes[of].reshape(world_size, len(KINDS), moments)
+        by_kind = dict(zip(KINDS, of_ranks.transpose(1, 2, 0), strict=True))
         if self.stagings:
             at, packed = self._staged(sizes, world_size, world_size if ranks is None else ranks, decompositions)
             by_kind["temporary"][at + 1] -= packed  # every conversion is a moment of its own

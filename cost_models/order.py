@@ -16,13 +16,15 @@ from hap.graph import Graph, Node, Value
 from hap.placement import Placement
 from hap.plan import Strategy
 
+Parts = tuple[tuple[Node, ...], tuple[Node, ...], tuple[Node, ...]]
+
 
 def program_order(graph: Graph) -> tuple[Node, ...]:
     """Sources first, then calls as they run."""
     return tuple(node for part in program_parts(graph) for node in part)
 
 
-def program_parts(graph: Graph) -> tuple[tuple[Node, ...], tuple[Node, ...], tuple[Node, ...]]:
+def program_parts(graph: Graph) -> Parts:
     """Sources, calls of the forward part, calls of the backward part."""
     position = {n.name: i for i, n in enumerate(graph.nodes)}
     sources = tuple(n for n in graph.nodes if n.is_source)
@@ -58,13 +60,14 @@ def _ancestors(graph: Graph, names: Iterable[str], done: set[str]) -> set[str]:
 
 
 def repeats(
-    graph: Graph, strategies: Mapping[str, Strategy], recomputed: Collection[str]
+    graph: Graph, strategies: Mapping[str, Strategy], recomputed: Collection[str], parts: Parts | None = None
 ) -> dict[str, tuple[Node, ...]]:
     """Call of the backward part -> those of the calls named ``recomputed`` that are made again just before it: what it
-    reads as they made it, and what that needs. A converted copy that the forward part has is kept, and read instead."""
+    reads as they made it, and what that needs. A converted copy that the forward part has is kept, and read instead.
+    ``parts`` are the graph's, if known."""
     if not recomputed:
         return {}
-    _, forward, backward = program_parts(graph)
+    _, forward, backward = program_parts(graph) if parts is None else parts
     ran, position = frozenset(n.name for n in forward), {n.name: i for i, n in enumerate(graph.nodes)}
     chosen = frozenset(recomputed) & ran
     copies = {read for node in forward for read in zip(node.inputs, strategies[node.name].inputs, strict=True)}

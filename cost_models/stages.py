@@ -73,17 +73,18 @@ def find_stages(
 ) -> Stages:
     """Of the program of these strategies, with its ``needs`` and the calls that are made ``again``. ``measured``: calls
     of as much work may take different times."""
-    at: dict[str, list[int]] = {}
+    before: dict[str, list[int]] = {}  # conversions by the call that they come before, or after
+    after: dict[str, list[int]] = {}
     for number, need in enumerate(needs):
-        at.setdefault(need.before or f"after {need.value.node}", []).append(number)
+        (before if need.before else after).setdefault(need.before or need.value.node, []).append(number)
     known: dict[object, int] = {}  # the kind of a call, or a slice -> its place among either
     distinct: list[Parts] = []
     cut: list[int] = []
     done: list[tuple[bool, int, int]] = []  # whether a slice, its place, stage
     between: list[int] = []
 
-    def convert(moment: str) -> None:
-        for number in at.get(moment, ()):
+    def convert(numbers: Sequence[int]) -> None:
+        for number in numbers:
             need = needs[number]
             if need.collective != "slice":
                 between.append(number)
@@ -102,12 +103,15 @@ def find_stages(
         done.append((False, known[key], len(between)))
 
     for node in graph.nodes:
-        for repeated in again.get(node.name, ()):
+        name = node.name
+        for repeated in again.get(name, ()):
             compute(repeated.name)
-        convert(node.name)
+        if name in before:
+            convert(before[name])
         if not node.is_source:
-            compute(node.name)
-        convert(f"after {node.name}")
+            compute(name)
+        if name in after:
+            convert(after[name])
     work = [0, *(1 + place + (len(distinct) if is_slice else 0) for is_slice, place, _ in done)]
     stages = [0, *(number for _, _, number in done)]
     return Stages(tuple(distinct), tuple(cut), np.array(work), np.array(stages), tuple(between))

@@ -55,7 +55,8 @@ def collective_kind(source: Placement, target: Placement) -> Collective:
 
 def required_results(graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[tuple[Value, Placement], ...]:
     """Every result value with the placement it must end in."""
-    homes = {n.target: strategies[n.name].outputs[0] for n in graph.nodes if n.op in ("parameter", "buffer")}
+    stored = (*graph.sources("parameter"), *graph.sources("buffer"))
+    homes = {n.target: strategies[n.name].outputs[0] for n in stored}
     needed: list[tuple[Value, Placement]] = [(graph.loss, REPLICATE)]
     for target, value in (*graph.gradients.items(), *graph.updates.items()):
         home = homes[target]
@@ -74,9 +75,9 @@ def find_needs(
 
     def need(value: Value, target: Placement, phase: Phase, before: str) -> None:
         source = strategies[value.node].outputs[value.index]
-        assert source is not None, f"{value} has no placement"
         if source is target or source == target:
             return
+        assert source is not None, f"{value} has no placement"
         again = regather and graph.by_name[value.node].op == "parameter" and value.node not in kept
         if (value, target, phase) in seen or (not again and (value, target, "forward") in seen):
             return

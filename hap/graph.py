@@ -73,7 +73,7 @@ class Node:
     module: str = ""
     target: str = ""
 
-    @property
+    @cached_property
     def is_source(self) -> bool:
         return self.op in SOURCES
 
@@ -129,7 +129,11 @@ class Graph:
         return found
 
     def sources(self, kind: str) -> tuple[Node, ...]:
-        return tuple(n for n in self.nodes if n.op == kind)
+        return self._sources.get(kind, ())
+
+    @cached_property
+    def _sources(self) -> Mapping[str, tuple[Node, ...]]:
+        return {kind: tuple(n for n in self.nodes if n.op == kind) for kind in SOURCES}
 
     @cached_property
     def results(self) -> tuple[Value, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,11 @@ class Strategy:
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement | None, ...]
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Those that it shards anything in, in order of first appearance."""
+        return tuple(dict.fromkeys(p.group for p in (*self.inputs, *self.outputs) if isinstance(p, Shard)))
 
     def __str__(self) -> str:
         left = ", ".join(map(str, self.inputs))

@@ -12,7 +12,7 @@ import hap
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective_nccl import priced_by
 from hap.cost_models.evaluate import Evaluation
-from hap.placement import GroupSizes, Shard
+from hap.placement import GroupSizes
 from hap.plan import GroupPlan, Plan, Provenance, Recomputed, Strategy, verify_plan
 from hap.rules.choices import Choices
 from hap.rules.table import rules_fingerprint
@@ -29,12 +29,7 @@ ASSUMPTIONS = (
 
 def used_groups(strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """The groups that some chosen placement shards, in order of first appearance."""
-    found: dict[str, None] = {}
-    for s in strategies:
-        for p in (*s.inputs, *s.outputs):
-            if isinstance(p, Shard):
-                found[p.group] = None
-    return tuple(found)
+    return tuple(dict.fromkeys(group for s in strategies for group in s.groups))
 
 
 def assemble_plan(

@@ -1,7 +1,9 @@
 """A second process that works beside the search: what it is asked it answers in the order in which it was asked.
 
 It is forked, so it knows all that the search knew then, and only questions and answers go between the two; what it
-finds out meanwhile it keeps for the next question. Python runs one thread at a time, so threads would gain little.
+finds out meanwhile it keeps for the next question. Python runs one thread at a time, so threads would gain little; but
+one takes the questions off the pipe while an earlier one is worked on: a plan is more than a pipe holds, and who asks
+about it must not wait.
 
 Where no process can be forked, or there is no second core for it, questions wait until an answer is needed; then all
 that were asked before it are answered first, in the same order. So the answers, which may depend on the questions
@@ -14,10 +16,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 from hap.errors import PlanError
@@ -127,9 +131,16 @@ def _answer(worker: object, pipe: Connection, theirs: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     theirs.close()
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except EOFError:
-            return
-        pipe.send(_called(worker, method, arguments))
+    questions: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
+    threading.Thread(target=_take, args=(pipe, questions), daemon=True).start()
+    while (asked := questions.get()) is not None:
+        pipe.send(_called(worker, *asked))
+
+
+def _take(pipe: Connection, questions: SimpleQueue[tuple[str, tuple[Any, ...]] | None]) -> None:
+    """All that come, and at the end None."""
+    try:
+        while True:
+            questions.put(pipe.recv())
+    except EOFError:
+        questions.put(None)

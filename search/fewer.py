@@ -23,6 +23,7 @@ overlapped. The least of all bounds is below every plan on every one of the clus
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -81,9 +82,10 @@ class Tried:
         self._prove_here()
 
     def _prove_here(self) -> None:
-        """Bounds are asked of ``least_bound``, which proves each of them once."""
+        """Bounds are asked of ``least_bound``, which proves each of them once. It knows the searches, so they hold it
+        weakly: all that they found can then go at once, and takes longer to be found as garbage."""
         for number, search in enumerate(self.searches):
-            search.asked = partial(self.least_bound.bound_s, number)
+            search.asked = partial(_bound_s, weakref.ref(self.least_bound), number)
 
     @property
     def glanced(self) -> dict[int, float]:
@@ -210,6 +212,12 @@ class Tried:
         else:
             likely_s = OVERLAP * (self.glanced[number] if number in self.glanced else self.searches[number].bound_s)
         return max(self.compute_s(number), likely_s)
+
+
+def _bound_s(held: weakref.ref[LeastBound], number: int) -> float:
+    least_bound = held()
+    assert least_bound is not None, "asked after the job"
+    return least_bound.bound_s(number)
 
 
 def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:

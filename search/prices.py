@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from hap.cluster import ClusterSpec
 from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.evaluate import Evaluator, UpdateTable
 from hap.cost_models.memory import local_bytes, optimizer_state_bytes
-from hap.cost_models.order import program_order, program_parts
 from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
@@ -53,7 +52,9 @@ class Facts:
 
     def on(self, cluster: ClusterSpec) -> Facts:
         """The same on another cluster; what is known of the graph is handed on."""
-        return replace(self, cluster=cluster, here={})._knowing(self)
+        other = replace(self, cluster=cluster, here={})._knowing(self)
+        other.__dict__["evaluator"] = self.evaluator.on(cluster)
+        return other
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Facts:
         """The same with these calls made again in the backward pass; nothing else that is known depends on it."""
@@ -104,19 +105,19 @@ class Facts:
     @cached_property
     def running(self) -> frozenset[str]:
         """Nodes that nobody needs do not run: they make nothing, and read nothing."""
-        return frozenset(n.name for n in program_order(self.graph))
+        return frozenset(n.name for part in self.evaluator.parts for n in part)
 
     @cached_property
     def position(self) -> Mapping[str, int]:
         """In the program's order; nodes that do not run come last."""
-        runs = {n.name: t for t, n in enumerate(program_order(self.graph))}
+        runs = {n.name: t for t, n in enumerate(chain(*self.evaluator.parts))}
         return runs | {n.name: len(runs) for n in self.graph.nodes if n.name not in runs}
 
     @cached_property
     def moments(self) -> Array:
         """(MOMENTS,) positions in the program: the end of the forward part, of each of so many equal pieces of the
         backward part the call at which most bytes are there, and the end."""
-        sources, forward, _ = program_parts(self.graph)
+        sources, forward, _ = self.evaluator.parts
         boundary, end = max(self.position[n.name] for n in (*sources, *forward)), len(self.running) - 1
         change = np.zeros(end + 2)
         for node in self.graph.nodes:
@@ -142,7 +143,7 @@ class Facts:
     def reads_by_part(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:
         """The same by the part of the program in which nodes run, through views or not: one of the forward phase that
         only the backward phase reads runs there."""
-        late = {n.name for n in program_parts(self.graph)[2]}
+        late = {n.name for n in self.evaluator.parts[2]}
         phases: dict[str, Phase] = {n.name: "backward" if n.name in late else "forward" for n in self.graph.nodes}
         return self._find_reads(phases, through_views=True)
 

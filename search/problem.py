@@ -1,8 +1,8 @@
 """What one search asks, fixed from the start: the candidates after pins, what is alike, who can be sharded how.
 
 A ``Problem`` owns everything that does not change while plans are found. The parts that do not depend on the cluster
-(classes of nodes, rows of the programs, work of every option) are handed on by ``on``, so that the same graph on a
-smaller cluster costs little.
+(classes of nodes, rows of the programs, work of every option) are handed on by ``on``, or asked for there, so that the
+same graph on a smaller cluster costs little.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ KEPT = 8  # plans that the judge was asked about last
 class Problem:
     """See the module docstring. ``bundles``: groups that move together, pinned ones apart; ``fixed``: pinned sizes;
     ``drafted``: what the drafts of the judge have in common (``codegen.lowering.draft``); ``scores``: of the programs
-    that it has played."""
+    that it has played; ``shared``: what the linear programs of shares came to (``refine.reshare``); ``larger``: the
+    same on the cluster of which this one is a part."""
 
     choices: Choices
     cluster: ClusterSpec
@@ -51,6 +52,8 @@ class Problem:
     bundles: tuple[tuple[str, ...], ...]
     drafted: Drafts = field(default_factory=Drafts, repr=False)
     scores: dict[object, Score] = field(default_factory=dict, repr=False)
+    shared: dict[object, Mapping[str, Shares] | None] = field(default_factory=dict, repr=False)
+    larger: Problem | None = field(default=None, repr=False)
     _skeletons: dict[bool, Skeleton] = field(default_factory=dict, repr=False)  # with what was solved last
     _tables: dict[bool, Tables] = field(default_factory=dict, repr=False)
     _prepared: dict[tuple[tuple[int, ...], bool], Prepared] = field(default_factory=dict, repr=False)
@@ -70,13 +73,13 @@ class Problem:
         assert not self.fixed, "sizes are pinned for other ranks"
         if cluster.world_size == 1:
             return Problem.state(self.choices, cluster, self.optimizer, self.pins)
-        facts, known = self.facts.on(cluster), {False: self.tables(False)} | self._tables
-        tables = {regather: table.on(facts) for regather, table in known.items()}
-        return replace(self, cluster=cluster, facts=facts, _tables=tables, _prepared={})
+        facts = self.facts.on(cluster)
+        return replace(self, cluster=cluster, facts=facts, shared={}, larger=self, _tables={}, _prepared={})
 
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Problem:
         """The same with these calls made again in the backward pass."""
-        return replace(self, facts=self.facts.repeating(recomputed), _tables={}, _prepared={})
+        facts = self.facts.repeating(recomputed)
+        return replace(self, facts=facts, shared={}, larger=None, _tables={}, _prepared={})
 
     @property
     def recomputed(self) -> tuple[Recomputed, ...]:
@@ -123,8 +126,10 @@ class Problem:
         return frozenset(p.group for p in placements if isinstance(p, Shard))
 
     def tables(self, regather: bool) -> Tables:
-        """What the variables of the program pay for."""
-        if regather not in self._tables:
+        """What the variables of the program pay for, which is the same on every cluster."""
+        if regather not in self._tables and self.larger is not None:
+            self._tables[regather] = self.larger.tables(regather).on(self.facts)
+        elif regather not in self._tables:
             same = {name: bundle[0] for bundle in self.bundles for name in bundle}
             self._tables[regather] = Tables(self.facts, self._skeleton(regather), same, pinned=bool(self.fixed))
         return self._tables[regather]

@@ -140,7 +140,7 @@ class _Program:
 
     def _find_stages(self) -> Stages:
         facts, needs = self.facts, [c.need for c in self.evaluation.conversions]
-        again = repeats(facts.graph, self.strategies, facts.repeated)
+        again = repeats(facts.graph, self.strategies, facts.repeated, facts.evaluator.parts)
         measured = facts.compute.is_measured
         return find_stages(facts.graph, self.strategies, needs, facts.calls, again, measured=measured)
 

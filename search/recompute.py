@@ -14,7 +14,7 @@ gathers more to save memory. The best of those is played as the others were, and
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -172,7 +172,10 @@ def _repeating(search: Search, limits: Limits) -> Search | None:
 
 def blocks_of(problem: Problem) -> tuple[Block, ...]:
     """Of its forward pass, what may be repeated."""
-    return find_blocks(problem.choices.graph, problem.facts.evaluator.strides)
+    known = problem.facts.found
+    if "blocks" not in known:
+        known["blocks"] = find_blocks(problem.choices.graph, problem.facts.evaluator.strides)
+    return cast(tuple[Block, ...], known["blocks"])
 
 
 def _state_fits(problem: Problem) -> bool:

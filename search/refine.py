@@ -11,7 +11,7 @@ from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.search.assemble import used_groups
 from hap.search.found import Found, best_of
 from hap.search.limits import Limits
-from hap.search.problem import Problem
+from hap.search.problem import Problem, chosen
 from hap.search.ratios import Shares, best_shares
 from hap.search.rounding import improve
 from hap.search.starts import Start
@@ -24,8 +24,19 @@ WAITING = 0.05  # of the step, in which the busiest rank waits for others: from 
 
 def reshare(problem: Problem, found: Found) -> Found:
     """The same strategies with the LP's shares, rounded; the LP's groups only, the others follow their mean."""
+    of = (chosen(found.strategies), found.regather, found.kept, found.repeated)
+    key = (of, tuple(found.sizes.items()), found.left_out)
+    if key not in problem.shared:
+        problem.shared[key] = _shares(problem, found)
+    shares = problem.shared[key]
+    if not shares:
+        return found
+    return at_sizes(problem, found, problem.round(shares, *_means(problem, shares, found.sizes)))
+
+
+def _shares(problem: Problem, found: Found) -> Mapping[str, Shares] | None:
     used = set(used_groups(found.strategies.values()))
-    shares = best_shares(
+    return best_shares(
         problem.facts,
         found.strategies,
         found.sizes,
@@ -36,9 +47,6 @@ def reshare(problem: Problem, found: Found) -> Found:
         regather=found.regather,
         stages=None if found.kept else problem.prepared(found.strategies, found.regather).stages,
     )
-    if not shares:
-        return found
-    return at_sizes(problem, found, problem.round(shares, *_means(problem, shares, found.sizes)))
 
 
 def at_sizes(problem: Problem, found: Found, sizes: GroupSizes) -> Found:

@@ -8,11 +8,11 @@ and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from hap.cost_models.collective import shares
 from hap.cost_models.compute import ComputeTable, Parts
 from hap.cost_models.evaluate import UpdateTable
 from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers
-from hap.cost_models.memory import local_bytes
+from hap.cost_models.memory import many_local_bytes
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import GroupSizes, Placement, Shard, Sizes
@@ -280,23 +280,15 @@ class Prices:
         return compute.of_many(calls, np.array(given)) if calls else np.zeros((0, n))
 
     def _updates_s(self) -> Array:
-        found = np.zeros((len(self.tables.updates.numbers), self.cluster.world_size))
-        table = UpdateTable(self.cluster, self.facts.optimizer)
-        for i, what in enumerate(self.tables.updates.numbers):
-            assert isinstance(what, tuple)
-            nbytes, placement = what
-            found[i] = table.seconds(local_bytes(nbytes, placement, self.here, self.cluster.world_size))
-        return found
+        """(updates, N)."""
+        whats = cast(Iterable[tuple[int, Placement]], self.tables.updates.numbers)
+        own = many_local_bytes(whats, self.here, self.cluster.world_size)
+        return UpdateTable(self.cluster, self.facts.optimizer).seconds(own)
 
     def _local(self, entries: _Entries) -> Array:
         """Bytes of every (placement, bytes of the whole) on every rank (what, N)."""
-        n = self.cluster.world_size
-        found = np.zeros((len(entries.numbers), n))
-        for i, what in enumerate(entries.numbers):
-            assert isinstance(what, tuple)
-            placement, nbytes = what
-            found[i] = local_bytes(nbytes, placement, self.here, n)
-        return found
+        whats = cast(Iterable[tuple[Placement, int]], entries.numbers)
+        return many_local_bytes(((nbytes, p) for p, nbytes in whats), self.here, self.cluster.world_size)
 
     def _conversions_s(self) -> tuple[Array, Array]:
         """Of every distinct conversion: seconds of all together (C,), seconds of each rank (C, N)."""

@@ -137,8 +137,9 @@ def _reduce(constant: Array, source: Array, target: Array, classes: RankClasses 
     scale = np.abs(table).max(initial=0.0) or 1.0
     rounded = np.round(table / scale, 12) + 0.0  # -0.0 is 0.0
     kept: dict[bytes, int] = {}
-    for number, row in enumerate(rounded):
-        kept.setdefault(row.tobytes(), number)
+    whole, length = rounded.tobytes(), rounded.shape[1] * rounded.itemsize
+    for number in range(len(rounded)):
+        kept.setdefault(whole[number * length : (number + 1) * length], number)
     table, width = table[list(kept.values())], source.shape[1]
     return Rows(table[:, 0], table[:, 1 : 1 + width], table[:, 1 + width :])
 

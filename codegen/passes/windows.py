@@ -35,7 +35,7 @@ def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
     """Of every collective, in program order. No collective reads what another makes (``lower`` converts originals),
     so all may move at once."""
     made, first_read = _positions(part)
-    windows = []
+    idle, windows = _idle_from(part), []
     for position, instruction in enumerate(part):
         work = work_of(instruction)
         if work is None:
@@ -43,8 +43,16 @@ def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
         ready = 1 + max((made.get(name, -1) for name in work.inputs), default=-1)
         reads = [first_read[name] for name in work.outputs if name in first_read]
         due = min(reads, default=len(part))
-        windows.append(Window(position, ready, due, not hides(part[due:])))
+        windows.append(Window(position, ready, due, due >= idle))
     return tuple(windows)
+
+
+def _idle_from(part: Sequence[Instruction]) -> int:
+    """The first number from which on the rest of the part hides nothing."""
+    number = len(part)
+    while number and not hides(part[number - 1 :]):
+        number -= 1
+    return number
 
 
 def rearranged(

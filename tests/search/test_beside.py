@@ -63,6 +63,17 @@ def test_what_is_raised_there_is_raised_here_and_it_goes_on(apart: bool) -> None
 
 
 @FORKS
+def test_who_asks_does_not_wait_for_an_earlier_answer() -> None:
+    """However much more than a pipe holds goes with the question."""
+    other = Beside(Worker(), apart=True)
+    other.ask("wait")
+    began = time.monotonic()
+    other.ask("add", "x" * (1 << 24))
+    assert time.monotonic() - began < 30
+    other.close()
+
+
+@FORKS
 def test_a_process_that_ended_is_told() -> None:
     other = Beside(Worker(), apart=True)
     with pytest.raises(PlanError, match=r"^the process that works beside the search has ended, with exit code 3$"):

@@ -10,7 +10,7 @@ rank's total is largest: they sum to the peak.
 Calls run in the program's order (``order``). What a call makes that is made ``again`` lives twice: to its last reader
 in the forward part, and from just before its first one in the backward part. A conversion happens just before its
 first reader, that of a result as soon as the value exists; its copy lives to the last reader that shares it, and the
-source goes when nobody else reads it. Operators that are several kernels hold intermediate tensors while they run
+source goes when nobody else reads it. What is summed over hosts beside the backward pass stays to the end. Operators that are several kernels hold intermediate tensors while they run
 (``_INNER``). Python and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION``
 of every device is left for them.
 """
@@ -34,6 +34,7 @@ from hap.cost_models.strides import Strides, find_strides
 from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
+from hap.hosts_sum import HOSTS_SUM, SUM_LANES, bundle_bytes
 from hap.placement import REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Collective, Strategy
 
@@ -183,6 +184,8 @@ class Walk:
         self.made: dict[Value, Placement] = {}
         self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
         self.moments: dict[str, int] = {}  # of the calls
+        self.summed: dict[str, _Storage] = {}  # what sums over hosts read
+        self.placed: dict[Value, Placement] = {}  # results, as they are handed out
         self.end = -1  # the latest moment
         self._walk()
 
@@ -210,6 +213,8 @@ class Walk:
         self.end += 1
         for storage in read:
             storage.last = self.end
+        if node.op == HOSTS_SUM:
+            self.summed[node.name] = read[0]
         shares = step.is_view and not (step.is_copying and strategy.inputs[0] == made[node.inputs[0]])
         kind = "parameters" if node.is_source else "activations"
         for i, value, nbytes in step.makes:
@@ -270,10 +275,25 @@ class Walk:
         gradients = frozenset(self.graph.gradients.values())
         for value, target in required_results(self.graph, self.strategies):
             phase = self.graph.by_name[value.node].phase
+            self.placed[value] = target
             storage = self._held_as(value, target, phase)
             storage.last = self.end
             if value in gradients and storage.kind != "parameters":
                 storage.kind = "gradients"
+        self._keep_summed()
+
+    def _keep_summed(self) -> None:
+        """What is summed over hosts beside the backward pass may be there until the step ends, if the network is slow,
+        and so may be what two bundles of it send and receive."""
+        gradients = frozenset(self.graph.gradients.values())
+        late = [n for n in self.summed if (v := Value(n)) in gradients and v not in self.graph.users]
+        late = [n for n in late if self.strategies[n].outputs[0] == self.placed[Value(n)]]
+        for name in late:
+            self.summed[name].last = self.end
+        if late:
+            whole = sum(self.graph.meta(Value(name)).nbytes for name in late)
+            sent = self._allocate("temporary", min(whole, bundle_bytes(whole)), REPLICATE, 2 * SUM_LANES)
+            sent.born = min(self.moments[name] for name in late)
 
     @cached_property
     def _table(self) -> tuple[NDArray[np.intp], Array, NDArray[np.intp], NDArray[np.intp]]:

@@ -19,6 +19,9 @@ import torch
 
 HOSTS_SUM = "hap.hosts_sum.default"
 SITE = 1  # the position of ``site``
+BUNDLES = 8  # exchanges of the sums that nobody waits for, about, each of ...
+BUNDLE_BYTES = (500_000, 16_000_000)  # ... no fewer and no more bytes of whole tensors
+SUM_LANES = 2  # on CPUs: while one bundle is packed or added up, another is on the wire
 
 
 def hosts_sum(x: torch.Tensor, site: int, hosts: int, ranks: int) -> torch.Tensor:
@@ -29,3 +32,8 @@ def hosts_sum(x: torch.Tensor, site: int, hosts: int, ranks: int) -> torch.Tenso
 def outward_bytes(nbytes: int, hosts: int, copies: int) -> int:
     """Of a tensor of ``nbytes`` that ``copies`` ranks of each host hold whole (1: that is dealt out)."""
     return (1 + copies) * nbytes * (hosts - 1) // hosts
+
+
+def bundle_bytes(nbytes: int) -> int:
+    """From how many bytes of whole tensors on sums that nobody waits for are exchanged together, of ``nbytes``."""
+    return min(max(nbytes // BUNDLES, BUNDLE_BYTES[0]), BUNDLE_BYTES[1])

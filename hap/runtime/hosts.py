@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 
 from hap.errors import ProgramError
+from hap.hosts_sum import SUM_LANES, bundle_bytes
 from hap.runtime.collectives import GROUPS, LANES, Communicator
 from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
 from hap.runtime.ragged import Exchange, Site, Splits, all_to_all
 
 T = TypeVar("T")
-BUNDLES = 8  # exchanges of the sums that nobody waits for, about, each of ...
-BUNDLE_BYTES = (500_000, 16_000_000)  # ... no fewer and no more bytes of whole tensors
-SUM_LANES = 2  # on CPUs: while one bundle is packed or added up, another is on the wire
 
 
 class HostCommunicator(Communicator):
@@ -126,8 +124,7 @@ class HostCommunicator(Communicator):
     def _enough(self, itemsize: int) -> int:
         """Bytes of a bundle."""
         if self._bundle_bytes is None:
-            whole = sum(math.prod(self.sites[number].shape) for number in self.later) * itemsize
-            self._bundle_bytes = min(max(whole // BUNDLES, BUNDLE_BYTES[0]), BUNDLE_BYTES[1])
+            self._bundle_bytes = bundle_bytes(sum(math.prod(self.sites[n].shape) for n in self.later) * itemsize)
         return self._bundle_bytes
 
     def finish(self) -> None:

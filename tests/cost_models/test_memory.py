@@ -3,15 +3,20 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from hap.capture import capture
 from hap.codegen.lowering import lower
 from hap.codegen.program import Call
 from hap.conversion import find_needs
 from hap.cost_models.memory import MemoryUse, Walk, memory_use, optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_order
 from hap.graph import Graph, Value, with_inputs
+from hap.hosts_sum import HOSTS_SUM, SITE, SUM_LANES
+from hap.mesh import graph_of, sums_in_order
 from hap.plan import Strategy
 from tests._support import gpt2
+from tests._support.mesh import make_mesh
 from tests._support.plans import replicated_plan
 from tests.cost_models.build import R, data_parallel, relu_step
 
@@ -130,3 +135,23 @@ def test_what_only_the_backward_reads_is_computed_there() -> None:
     nodes = tuple(n for old in graph.nodes for n in {"b": (old, late), "g": (reader,)}.get(old.name, (old,)))
     found = [n.name for n in program_order(Graph(graph.name, nodes, graph.loss, graph.gradients)) if not n.is_source]
     assert found == ["a", "b", "loss", "e", "b2", "g", "xt", "gw"]
+
+
+def test_what_is_summed_over_hosts_meanwhile_is_held_until_the_step_ends() -> None:
+    """At the end of a host's step there are the sums, what those that nobody waits for are the sums of, and what both
+    lanes send and receive of at most all of these."""
+    with torch.device("meta"):
+        model, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)), torch.empty(8, 4)
+    graph = capture(model, x, loss_fn=torch.sum)
+    plan = make_mesh(graph, (1, 1), (5, 3))
+    host, inside = graph_of(graph, plan, 0), plan.inside_of(0)
+    strategies = {name: inside.strategy(name) for name in inside.strategies}
+    walk = Walk(host, strategies, find_needs(host, strategies))
+    held = {kind: int(row[-1, 0]) for kind, row in walk.held(inside.sizes, 1, "sgd").items()}
+    sums = [n for n in host.nodes if n.op == HOSTS_SUM]
+    _, late = sums_in_order(lower(host, inside))
+    nbytes = sum(n.meta.nbytes for n in sums if n.args[SITE] in late)
+    assert 0 < len(late) < len(sums) and nbytes > 0
+    assert held["temporary"] == 2 * SUM_LANES * nbytes
+    loss = 4
+    assert held["gradients"] == 4 * (4 * 6 + 6 + 6 * 2 + 2) and held["activations"] == nbytes + loss

@@ -10,9 +10,9 @@ rank's total is largest: they sum to the peak.
 Calls run in the program's order (``order``). What a call makes that is made ``again`` lives twice: to its last reader
 in the forward part, and from just before its first one in the backward part. A conversion happens just before its
 first reader, that of a result as soon as the value exists; its copy lives to the last reader that shares it, and the
-source goes when nobody else reads it. What is summed over hosts beside the backward pass stays to the end. Operators that are several kernels hold intermediate tensors while they run
-(``_INNER``). Python and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION``
-of every device is left for them.
+source goes when nobody else reads it. What is summed over hosts beside the backward pass stays to the end. Operators
+that are several kernels hold intermediate tensors while they run (``_INNER``). Python and the allocator add
+fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION`` of every device is left for them.
 """
 
 from __future__ import annotations

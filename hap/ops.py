@@ -11,6 +11,7 @@ from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.dropout import dropout
 from hap.errors import ProgramError
+from hap.group_norm import group_norm, group_norm_backward
 from hap.hosts_sum import HOSTS_SUM, hosts_sum
 from hap.linear import addmm
 
@@ -26,6 +27,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.batch_norm_sums.default": batch_norm_sums,
     "hap.dropout.default": dropout,
     HOSTS_SUM: hosts_sum,
+    "aten.native_group_norm.default": group_norm,
+    "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.view.default": torch.ops.aten.reshape.default,
 }
 

@@ -50,6 +50,26 @@ def draws_random(op: str) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(resolve(op), "tags", ())
 
 
+def why_untried(op: str) -> str | None:
+    """Why ``op`` cannot be run to find a rule for it, None if it can."""
+    try:
+        found: Any = resolve(op)
+    except ProgramError:
+        return f"it does not exist in torch {torch.__version__}"
+    schema, tags = getattr(found, "_schema", None), getattr(found, "tags", ())
+    if schema is None:
+        return "HAP's own operators have rules"
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        return "it changes its arguments"
+    if any(r.alias_info is not None for r in schema.returns):
+        return "it returns a view of its arguments, and views have rules of their own"
+    if draws_random(op):
+        return "it draws random numbers"
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return "its outputs depend on values, not on shapes alone"
+    return None
+
+
 def takes_device(op: str) -> bool:
     """Whether the operator has a ``device`` keyword: capture drops it, and whoever runs the graph gives its own."""
     return op not in _OWN and any(a.name == "device" for a in resolve(op)._schema.arguments)  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.dropout import dropout
 from hap.errors import ProgramError
+from hap.group_norm import group_norm, group_norm_backward
 from hap.hosts_sum import HOSTS_SUM, hosts_sum
 from hap.linear import addmm
 
@@ -26,6 +27,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.batch_norm_sums.default": batch_norm_sums,
     "hap.dropout.default": dropout,
     HOSTS_SUM: hosts_sum,
+    "aten.native_group_norm.default": group_norm,
+    "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.view.default": torch.ops.aten.reshape.default,
 }
 
@@ -45,6 +48,26 @@ def resolve(op: str) -> Callable[..., Any]:
 def draws_random(op: str) -> bool:
     """Whether two calls on the same arguments differ."""
     return torch.Tag.nondeterministic_seeded in getattr(resolve(op), "tags", ())
+
+
+def why_untried(op: str) -> str | None:
+    """Why ``op`` cannot be run to find a rule for it, None if it can."""
+    try:
+        found: Any = resolve(op)
+    except ProgramError:
+        return f"it does not exist in torch {torch.__version__}"
+    schema, tags = getattr(found, "_schema", None), getattr(found, "tags", ())
+    if schema is None:
+        return "HAP's own operators have rules"
+    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
+        return "it changes its arguments"
+    if any(r.alias_info is not None for r in schema.returns):
+        return "it returns a view of its arguments, and views have rules of their own"
+    if draws_random(op):
+        return "it draws random numbers"
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return "its outputs depend on values, not on shapes alone"
+    return None
 
 
 def takes_device(op: str) -> bool:

@@ -109,7 +109,7 @@ class _Converter:
         """Equal tensors become one constant."""
         tensor = operator.attrgetter(fx_node.target)(self.module)
         if not isinstance(tensor, torch.Tensor):
-            return  # a branch of a higher-order operator, which is refused where it is called
+            return  # a branch of a higher-order operator, or a generator: refused where it is called
         _check_constant(tensor)
         content = tensor.detach().cpu().contiguous()
         key = hashlib.sha256(repr((content.dtype, content.shape, content.tolist())).encode()).hexdigest()
@@ -133,6 +133,10 @@ class _Converter:
         if name.rpartition(".")[0] in _STRIDED:
             raise CaptureError(
                 f"module {module!r} calls {name}, whose result depends on memory layout: use view or slices"
+            )
+        if any(n not in self.values for n in fx_node.all_input_nodes):
+            raise CaptureError(
+                f"module {module!r} calls {name} with a generator of random numbers: HAP has no place for it"
             )
         args = tuple(self._argument(a) for a in fx_node.args)
         kwargs = self._keywords(op, fx_node.kwargs)

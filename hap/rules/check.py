@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from hap.errors import MissingRuleError
 from hap.graph import Graph
-from hap.rules.discover import discover, refusal
+from hap.ops import why_untried
+from hap.rules.discover import discover
 from hap.rules.notation import Call, call_key, make_call
 from hap.rules.prove import LARGEST, Proof, Verdict, call_elements, prove_call, row_strategies
 from hap.rules.table import DEFAULT_TABLE, RuleTable, call_rows
@@ -74,7 +75,7 @@ def discover_calls(
         known = table.find(name) is not None
         if known if op is None else name != op:
             continue
-        if why := refusal(name):
+        if why := why_untried(name):
             found.append(Discovered(name, "refused", (), why, False))
             continue
         d = discover(call)

@@ -28,7 +28,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from hap.errors import MissingRuleError, RuleError
-from hap.ops import draws_random, resolve
+from hap.ops import why_untried
 from hap.rules.notation import Call, Row, call_key
 from hap.rules.propose import Proposal, propose, still_hold
 from hap.rules.remember import Memory
@@ -74,36 +74,19 @@ def discover_rule(op: str, *, table: RuleTable = DEFAULT_TABLE) -> None:
     on every device. RuleError if it has a rule, or is none that can be tried: it changes or returns its arguments,
     draws random numbers, or has outputs of no fixed shape.
     """
-    why = refusal(op)
+    why = why_untried(op)
     if why is not None:
         raise RuleError(f"no rule of {op} can be discovered: {why}; add one with hap.register_rule")
     table.add(op, DiscoveredRule(op))
 
 
-def refusal(op: str) -> str | None:
-    """Why ``op`` cannot be tried, None if it can. ProgramError if it does not exist."""
-    schema = getattr(resolve(op), "_schema", None)
-    if schema is None:
-        return "HAP's own operators have rules"
-    tags = resolve(op).tags  # type: ignore[attr-defined]
-    if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
-        return "it changes its arguments"
-    if any(r.alias_info is not None for r in schema.returns):
-        return "it returns a view of its arguments, and views have rules of their own"
-    if draws_random(op):
-        return "it draws random numbers"
-    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return "its outputs depend on values, not on shapes alone"
-    return None
-
-
 def discover(call: Call, *, limit_s: float = LIMIT_S, memory: Memory | None = None) -> Discovery:
     """What can be proved of one kind of call: remembered, or found in a child process within ``limit_s`` seconds.
 
-    MissingRuleError if the operator cannot be tried (``refusal``).
+    MissingRuleError if the operator cannot be tried (``hap.ops.why_untried``).
     """
     op = call.node.op
-    why = refusal(op)
+    why = why_untried(op)
     if why is not None:
         raise MissingRuleError(f"operator {op} has no sharding rule, and none can be discovered: {why}")
     memory = memory or Memory.on_disk()

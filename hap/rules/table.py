@@ -16,6 +16,7 @@ import torch
 
 from hap.errors import MissingRuleError, RuleError
 from hap.graph import Graph, Node
+from hap.ops import why_untried
 from hap.rules import (
     attention,
     batch_norm,
@@ -123,9 +124,12 @@ def call_rows(call: Call, table: RuleTable = DEFAULT_TABLE) -> tuple[Row, ...]:
     rule = table.find(node.op)
     if rule is None:
         where = f", called in module {node.module!r}," if node.module else ""
+        why = why_untried(node.op)
         raise MissingRuleError(
-            f"operator {node.op} ({node.name}){where} has no sharding rule; "
-            f'add one with hap.register_rule("{node.op}", ...) or let HAP find one: hap.discover_rule("{node.op}")'
+            f"operator {node.op} ({node.name}){where} has no sharding rule"
+            + ("; " if why is None else f", and none can be discovered: {why}; ")
+            + f'add one with hap.register_rule("{node.op}", ...) or '
+            + (f'let HAP find one: hap.discover_rule("{node.op}")' if why is None else "do without it")
         )
     found = tuple(row for row in dict.fromkeys(rule(call)) if not _partial_boolean(row, call))
     for row in found:

@@ -117,11 +117,22 @@ def test_choices_are_the_same_every_time():
     assert list(first.strategies.items()) == list(second.strategies.items())
 
 
-def test_an_operator_without_a_rule_is_refused_with_its_module():
+@pytest.mark.parametrize(
+    ("op", "remedy"),
+    [
+        (
+            "aten.sinc.default",
+            r"has no sharding rule; .* or let HAP find one: hap.discover_rule\(\"aten.sinc.default\"\)$",
+        ),
+        ("aten.rand_like.default", "none can be discovered: it draws random numbers; .* or do without it$"),
+        ("aten.diagonal.default", "none can be discovered: it returns a view of its arguments, .* or do without it$"),
+    ],
+)
+def test_an_operator_without_a_rule_is_refused_with_its_module_and_what_would_help(op, remedy):
     b = GraphBuilder()
     x = b.source("input", "x", 8, 4)
-    y = b.call("y", "aten.mystery.default", x, out=meta(8, 4), module="net.3")
-    with pytest.raises(MissingRuleError, match=r"aten\.mystery\.default \(y\), called in module 'net\.3',"):
+    y = b.call("y", op, x, out=meta(8, 4), module="net.3")
+    with pytest.raises(MissingRuleError, match=rf"{op} \(y\), called in module 'net\.3', .*{remedy}"):
         choices(b.finish(y))
 
 

@@ -244,6 +244,8 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
         if tried.least_s(number) >= min(others, default=np.inf):
             continue
+        if number in tried.glances:
+            tried.foresee(number, tried.glances[number])
         try:
             plan(number)
         except InfeasibleError as e:

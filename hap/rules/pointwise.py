@@ -39,6 +39,11 @@ def tail_partial(call: Call) -> tuple[str, ...]:
     return ("R" + "P" * (len(call.inputs) - 1),)
 
 
+def head_partial(call: Call) -> tuple[str, ...]:
+    """Linear in all but the last argument together: ``lerp(a, b, weight)``."""
+    return ("P" * (len(call.inputs) - 1) + "R",)
+
+
 def sum_partial(call: Call) -> tuple[str, ...]:
     """``a + b``: both, or one tensor and a scalar that is zero."""
     if len(call.inputs) == 2:
@@ -175,6 +180,8 @@ RULES: Mapping[str, Rule] = {
     **_named("mul.Tensor mul.Scalar", pointwise(each_partial)),
     **_named("div.Tensor div.Scalar", pointwise(first_partial)),
     **_named("where.self", pointwise(tail_partial)),
+    **_named("lerp.Scalar", pointwise(all_partial)),
+    **_named("lerp.Tensor", pointwise(head_partial)),
     **_named("masked_fill.Scalar", pointwise(fill_partial)),
     **_named("masked_fill.Tensor addcmul.default", pointwise()),
     **_named("_to_copy.default", pointwise(cast_partial)),
@@ -189,5 +196,5 @@ RULES: Mapping[str, Rule] = {
     **_named("full.default", full),
     **_named("new_full.default", new_full),
     **_named("scalar_tensor.default", scalar),
-    **_named("arange.default arange.start arange.start_step eye.default", whole),
+    **_named("arange.default arange.start arange.start_step eye.default linspace.default logspace.default", whole),
 }

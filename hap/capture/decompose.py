@@ -55,6 +55,9 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     table[aten.nll_loss_backward.default] = _nll_loss_backward
     table[aten.mean.default] = _mean
     table[aten.mean.dim] = _mean_dim
+    table[aten.index_copy.default] = _index_copy
+    table[aten.index_fill.int_Scalar] = _index_fill
+    table[aten.index_fill.int_Tensor] = _index_fill
     table[aten._trilinear.default] = _trilinear
     table[aten._weight_norm_interface_backward.default] = _weight_norm_backward
     table[aten.empty.memory_format] = _empty
@@ -122,6 +125,22 @@ def _nll_loss_backward(
     if weight is not None:
         grad = grad * weight[index]
     return torch.zeros_like(log_probabilities).scatter(classes, index, torch.where(kept, grad, 0.0))
+
+
+def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return x.scatter(dim, _spread(x, dim, index), source)
+
+
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    index = _spread(x, dim, index)
+    return x.scatter(dim, index, value.expand(index.shape) if isinstance(value, torch.Tensor) else value)
+
+
+def _spread(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """The index of a scatter into x that says for whole slices along ``dim`` where they go."""
+    dim %= x.dim()
+    shape = [index.numel() if d == dim else size for d, size in enumerate(x.shape)]
+    return index.reshape([-1 if d == dim else 1 for d in range(x.dim())]).expand(shape)
 
 
 def _trilinear(

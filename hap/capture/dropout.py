@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hap.capture.rewrite import Rewritten, rewrite
@@ -28,18 +29,19 @@ class ByDropout(TorchFunctionMode):
     """While active, the other kinds of dropout call ``dropout``, which draws the mask that they would draw."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KINDS and not kwargs and len(args) == 3:
-            x, p, train = args
-            found, in_place = _KINDS[func]
-            if not train or p == 0 or x.numel() == 0:
-                return x
-            return x.copy_(found(x, p)) if in_place else found(x, p)
+        if func in _KINDS and kwargs["training"] and 0 < kwargs["p"] <= 1:
+            kind, batched = _KINDS[func]
+            (x,) = args
+            if x.dim() in (batched, batched - 1) or not batched:
+                alone = x.dim() == batched - 1
+                found = kind(x.unsqueeze(0), kwargs["p"]).squeeze(0) if alone else kind(x, kwargs["p"])
+                return x.copy_(found) if kwargs["inplace"] else found
         return func(*args, **(kwargs or {}))
 
 
 def _channels(x: torch.Tensor, p: float) -> torch.Tensor:
     """``nn.Dropout1d`` to ``nn.Dropout3d``: x (n, channels, ...) with whole channels dropped."""
-    return x * torch.nn.functional.dropout(_one_per_channel(x), p)
+    return x * functional.dropout(_one_per_channel(x), p)
 
 
 def _one_per_channel(x: torch.Tensor) -> torch.Tensor:
@@ -60,17 +62,16 @@ def _saturated(x: torch.Tensor, ones: torch.Tensor, p: float) -> torch.Tensor:
         return x * 0
     limit = 1.7580993408473766  # of ATen's Dropout.cpp
     scale = ((limit**2 * p + 1) * (1 - p)) ** -0.5
-    kept = torch.nn.functional.dropout(ones, p) != 0
+    kept = functional.dropout(ones, p) != 0
     return torch.where(kept, x, -limit) * scale + limit * scale * p
 
 
-_KINDS: dict[Any, tuple[Callable[[torch.Tensor, float], torch.Tensor], bool]] = {  # and whether it works in place
-    torch.feature_dropout: (_channels, False),
-    torch.feature_dropout_: (_channels, True),
-    torch.alpha_dropout: (_alpha, False),
-    torch.alpha_dropout_: (_alpha, True),
-    torch.feature_alpha_dropout: (_alpha_channels, False),
-    torch.feature_alpha_dropout_: (_alpha_channels, True),
+_KINDS: dict[Any, tuple[Callable[[torch.Tensor, float], torch.Tensor], int]] = {  # and the dims of a batch, if asked
+    functional.dropout1d: (_channels, 3),
+    functional.dropout2d: (_channels, 0),
+    functional.dropout3d: (_channels, 5),
+    functional.alpha_dropout: (_alpha, 0),
+    functional.feature_alpha_dropout: (_alpha_channels, 0),
 }
 
 

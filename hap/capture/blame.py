@@ -37,8 +37,8 @@ def _dependence(error: Exception) -> tuple[str, str]:
         return "BatchNorm with momentum=None, which divides by a count kept in a tensor,", "give it a momentum"
     if type(error).__name__ == "DynamicOutputShapeException":
         return "a tensor whose size depends on values", (
-            "a boolean index, nonzero, unique and masked_select make one, of constants, too; use torch.where or a mask, "
-            "or write a constant index as a list of positions"
+            "a boolean index, nonzero, unique and masked_select make one, of constants, too; use torch.where or a "
+            "mask, or write a constant index as a list of positions"
         )
     return "data-dependent control flow", (
         "the program may not depend on the values in a tensor; use torch.where or a mask, or move it out of the model"

@@ -178,5 +178,7 @@ def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **layout: 
     return torch.zeros_like(x, dtype=dtype)
 
 
-def _new_empty(x: torch.Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, **layout: Any) -> torch.Tensor:
+def _new_empty(
+    x: torch.Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, **layout: Any
+) -> torch.Tensor:
     return x.new_zeros(size, dtype=dtype)

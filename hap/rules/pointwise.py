@@ -147,7 +147,8 @@ def _filled(call: Call, value: float, size_position: int) -> Iterator[Row]:
 _NONLINEAR = """
     abs.default acos.default addcdiv.default asin.default atan.default atan2.default bitwise_and.Scalar
     bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor ceil.default
-    clamp.Tensor clamp.default clamp_max.Tensor clamp_max.default clamp_min.Tensor clamp_min.default cos.default cosh.default div.Scalar_mode
+    clamp.Tensor clamp.default clamp_max.Tensor clamp_max.default clamp_min.Tensor clamp_min.default
+    cos.default cosh.default div.Scalar_mode
     div.Tensor_mode elu.default eq.Scalar eq.Tensor erf.default erfc.default exp.default exp2.default expm1.default
     floor.default floor_divide.default fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor gelu.default gt.Scalar gt.Tensor
     hardsigmoid.default hardswish.default hardtanh.default isfinite.default isinf.default isnan.default le.Scalar

@@ -6,11 +6,10 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-
-from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, case_of, drawn, random_error, run
 from benchmarks.zoo_models.reference import one_device, worst_error
 from hap.rules.choices import choices
 from tests._support.plans import sizes_for
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, case_of, drawn, random_error, run
 
 BATCH, WIDTH = 8, 6
 SIGNS, CHANNELS = torch.tensor([1, -1]), (BATCH, 3, WIDTH)

@@ -85,6 +85,7 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     ("aten.mm.default", (X, meta(4, 5))),
     ("aten.bmm.default", (meta(3, 6, 4), meta(3, 4, 5))),
     ("aten.dot.default", (ROW, ROW)),
+    ("aten.div.Tensor", (X, integers(4))),
     ("aten.vdot.default", (ROW, ROW)),
     ("aten.linalg_inv_ex.default", (meta(6, 4, 4),)),
     ("aten.cat.default", ((X, meta(3, 4), meta(9, 4)), 0)),

@@ -20,10 +20,8 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
     """The CaptureError to raise ``from error``: what went wrong, the user's source line, the module that ran it."""
     where = _place(error, module)
     if type(error).__name__ in _DATA_DEPENDENT:
-        return CaptureError(
-            f"cannot capture {subject}: data-dependent control flow {where}: the program may not depend on the values "
-            "in a tensor; use torch.where or a mask, or move it out of the model"
-        )
+        what, remedy = _dependence(error)
+        return CaptureError(f"cannot capture {subject}: {what} {where}: {remedy}")
     if type(error).__name__ == "FakeTensorDeviceMismatchError":
         return CaptureError(
             f"cannot capture {subject}: tensors of two devices meet {where}: a tensor that the model keeps must be a "
@@ -31,6 +29,20 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
         )
     what = " ".join(str(error).split()) or "no message"
     return CaptureError(f"cannot capture {subject}: {type(error).__name__} {where}: {what[:300]}")
+
+
+def _dependence(error: Exception) -> tuple[str, str]:
+    """What depends on the values in a tensor, and what to do."""
+    if any(f.filename == torch.nn.modules.batchnorm.__file__ for f in traceback.extract_tb(error.__traceback__)):
+        return "BatchNorm with momentum=None, which divides by a count kept in a tensor,", "give it a momentum"
+    if type(error).__name__ == "DynamicOutputShapeException":
+        return "a tensor whose size depends on values", (
+            "a boolean index, nonzero, unique and masked_select make one, of constants, too; use torch.where or a "
+            "mask, or write a constant index as a list of positions"
+        )
+    return "data-dependent control flow", (
+        "the program may not depend on the values in a tensor; use torch.where or a mask, or move it out of the model"
+    )
 
 
 def _place(error: Exception, module: str) -> str:

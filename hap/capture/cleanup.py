@@ -68,7 +68,7 @@ def spell_views(graph: Graph) -> Graph:
             return replace(node, op="aten.view.default", args=(node.args[0], node.meta.shape))
         if node.op == "aten.expand.default":
             return replace(node, args=(node.args[0], node.meta.shape), kwargs=())
-        if node.op in ("aten.split.Tensor", "aten.chunk.default"):
+        if node.op in ("aten.split.Tensor", "aten.unsafe_split.Tensor", "aten.chunk.default"):
             return _resolved_split(node, done.meta(node.args[0]).shape)
         if node.op == "aten.squeeze.default":
             return replace(node, op="aten.view.default", args=(node.args[0], node.meta.shape))

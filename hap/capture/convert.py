@@ -40,6 +40,7 @@ def to_graph(
     An output beside the loss is the update of a buffer of its own, ``OUTPUT`` and its name, which nothing reads.
     """
     targets: dict[str, Sequence[str]] = {"parameter": parameters, "buffer": buffers, "input": inputs, "tangent": ("",)}
+    _check_effects(trace)
     _check_roles((*trace.placeholders, *trace.outputs), targets)
     converter = _Converter(trace.module)
     for fx_node, role in _in_source_order(trace.placeholders):
@@ -70,6 +71,17 @@ def to_graph(
         else:
             updates[buffers[role.index]] = value
     return Graph(name, tuple(converter.nodes), loss, gradients, updates, dict(tied), converter.constants)
+
+
+def _check_effects(trace: JointTrace) -> None:
+    """``with_effects(token, op, ...)`` is how torch keeps a call that has no result."""
+    for fx_node in trace.module.graph.nodes:
+        if fx_node.op == "call_function" and str(fx_node.target) == "with_effects":
+            module = fx_node.meta.get("custom", {}).get(MODULE_KEY, "")
+            raise CaptureError(
+                f"module {module!r} calls {fx_node.args[1]}, which acts on values while the program runs: use a form "
+                "that does not check them, such as torch.linalg.inv_ex for inv"
+            )
 
 
 def _check_roles(described: Sequence[tuple[Any, Role]], targets: Mapping[str, Sequence[str]]) -> None:

@@ -17,7 +17,7 @@ from hap.capture.torch_private import OpOverload, get_decompositions
 
 aten = torch.ops.aten
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
-_TORCHS = (  # losses with a mean inside, their backwards, and what the losses call
+_TORCHS = (  # losses with a mean inside, their backwards, and what the losses call; then what layers call
     aten.nll_loss_forward,
     aten.nll_loss2d_forward,
     aten.nll_loss2d_backward,
@@ -34,6 +34,12 @@ _TORCHS = (  # losses with a mean inside, their backwards, and what the losses c
     aten.log_sigmoid_backward,
     aten.soft_margin_loss,
     aten.soft_margin_loss_backward,
+    aten.linalg_vector_norm,
+    aten.norm,
+    aten._weight_norm_interface,
+    aten._prelu_kernel,
+    aten._prelu_kernel_backward,
+    aten.index_add,
 )
 
 
@@ -49,6 +55,14 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     table[aten.nll_loss_backward.default] = _nll_loss_backward
     table[aten.mean.default] = _mean
     table[aten.mean.dim] = _mean_dim
+    table[aten.index_copy.default] = _index_copy
+    table[aten.index_fill.int_Scalar] = _index_fill
+    table[aten.index_fill.int_Tensor] = _index_fill
+    table[aten._trilinear.default] = _trilinear
+    table[aten._weight_norm_interface_backward.default] = _weight_norm_backward
+    table[aten.empty.memory_format] = _empty
+    table[aten.empty_like.default] = _empty_like
+    table[aten.new_empty.default] = _new_empty
     return table
 
 
@@ -111,3 +125,60 @@ def _nll_loss_backward(
     if weight is not None:
         grad = grad * weight[index]
     return torch.zeros_like(log_probabilities).scatter(classes, index, torch.where(kept, grad, 0.0))
+
+
+def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return x.scatter(dim, _spread(x, dim, index), source)
+
+
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    index = _spread(x, dim, index)
+    return x.scatter(dim, index, value.expand(index.shape) if isinstance(value, torch.Tensor) else value)
+
+
+def _spread(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """The index of a scatter into x that says for whole slices along ``dim`` where they go."""
+    dim %= x.dim()
+    shape = [index.numel() if d == dim else size for d, size in enumerate(x.shape)]
+    return index.reshape([-1 if d == dim else 1 for d in range(x.dim())]).expand(shape)
+
+
+def _trilinear(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    expand_a: Sequence[int],
+    expand_b: Sequence[int],
+    expand_c: Sequence[int],
+    summed: Sequence[int],
+    unroll_dim: int = 1,
+) -> torch.Tensor:
+    """The product of the three, each with new dims at ``expand``, summed over ``summed``: ``nn.Bilinear``."""
+    dims = range(a.dim() + len(expand_a))
+    sides = [[d for d in dims if d not in missing] for missing in (expand_a, expand_b, expand_c)]
+    return torch.einsum(a, sides[0], b, sides[1], c, sides[2], [d for d in dims if d not in summed])
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of v and g, where the weight is ``v * g / norms``; g and norms keep ``dim`` alone."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    norms = norms.to(g.dtype)
+    along = torch.sum(grad * v, others, keepdim=True)
+    return (g / norms) * (grad - v * (along / (norms * norms))), along / norms
+
+
+def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **layout: Any) -> torch.Tensor:
+    """What nobody has written yet is zero: any value is as good, and a graph has no values that are none."""
+    return torch.zeros(size, dtype=dtype, device=layout.get("device"))
+
+
+def _empty_like(x: torch.Tensor, *, dtype: torch.dtype | None = None, **layout: Any) -> torch.Tensor:
+    return torch.zeros_like(x, dtype=dtype)
+
+
+def _new_empty(
+    x: torch.Tensor, size: Sequence[int], *, dtype: torch.dtype | None = None, **layout: Any
+) -> torch.Tensor:
+    return x.new_zeros(size, dtype=dtype)

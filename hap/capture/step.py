@@ -18,6 +18,7 @@ import torch
 import torch.fx.traceback
 from torch import nn
 
+from hap.capture.dropout import ByDropout
 from hap.capture.inputs import StepInputs
 from hap.capture.recurrent import LayerByLayer
 from hap.errors import CaptureError
@@ -56,7 +57,7 @@ class Step(nn.Module):
         state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state.update(buffers)
-        with LayerByLayer():
+        with LayerByLayer(), ByDropout():
             output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
         for name, buffer in buffers.items():
             _write_back(name, buffer, state[name])

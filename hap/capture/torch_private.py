@@ -23,6 +23,8 @@ from torch import nn
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
     GradAOTOutput,
     InputMutationAOTOutput,
     ParamAOTInput,
@@ -45,12 +47,12 @@ class Role:
     """What a placeholder is, or what an output belongs to. ``index`` counts within its kind, in registration order.
 
     ``changed_parameter`` and ``changed_input`` are in-place changes, ``changed_buffer`` one by a value that needs
-    gradients; an in-place change of a buffer by any other value is an ``update``.
+    gradients; an in-place change of a buffer by any other value is an ``update``. A ``token`` orders side effects.
     """
 
     kind: Literal[
         "parameter", "buffer", "input", "tangent", "loss", "output", "gradient", "update",
-        "changed_parameter", "changed_input", "changed_buffer",
+        "changed_parameter", "changed_input", "changed_buffer", "token",
     ]  # fmt: skip
     index: int = 0
 
@@ -160,6 +162,8 @@ def _input_role(descriptor: Any) -> Role:
             return Role("changed_buffer", int(target[1:]))
         case TangentAOTInput(output=InputMutationAOTOutput() as mutation):
             return _output_role(mutation)
+        case ForwardTokenAOTInput(idx=index):
+            return Role("token", index)
     raise CaptureError(f"the program needs an input that HAP does not know: {descriptor}")
 
 
@@ -177,4 +181,6 @@ def _output_role(descriptor: Any) -> Role:
             return Role("changed_parameter", int(target[1:]))
         case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
             return Role("changed_input", index)
+        case ForwardTokenAOTOutput(idx=index):
+            return Role("token", index)
     raise CaptureError(f"the program has an output that HAP does not know: {descriptor}")

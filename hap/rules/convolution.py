@@ -52,6 +52,17 @@ def pool(*, linear: bool) -> Rule:
     return rule
 
 
+def columns(batched: int) -> Rule:
+    """``im2col`` (``F.unfold``) and ``col2im`` (``F.fold``), whose argument has ``batched`` dims with a batch."""
+
+    def rule(call: Call) -> Iterator[Row]:
+        if len(call.inputs[0].shape) == batched:
+            yield Row((Dim(_BATCH),), (Dim(_BATCH),))
+        yield from partial_rows(call, ("P",))
+
+    return rule
+
+
 def _gradients(call: Call) -> tuple[Slot | None, ...]:
     """The slots of (dx, dweight, dbias) when the batch is sharded, None where the call does not compute one."""
     slots: tuple[Slot, ...] = (Dim(_BATCH), "P", "P")
@@ -69,4 +80,6 @@ RULES: Mapping[str, Rule] = {
     "aten.avg_pool2d_backward.default": pool(linear=True),
     "aten._adaptive_avg_pool2d.default": pool(linear=True),
     "aten._adaptive_avg_pool2d_backward.default": pool(linear=True),
+    "aten.im2col.default": columns(4),
+    "aten.col2im.default": columns(3),
 }

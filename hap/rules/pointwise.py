@@ -39,6 +39,11 @@ def tail_partial(call: Call) -> tuple[str, ...]:
     return ("R" + "P" * (len(call.inputs) - 1),)
 
 
+def head_partial(call: Call) -> tuple[str, ...]:
+    """Linear in all but the last argument together: ``lerp(a, b, weight)``."""
+    return ("P" * (len(call.inputs) - 1) + "R",)
+
+
 def sum_partial(call: Call) -> tuple[str, ...]:
     """``a + b``: both, or one tensor and a scalar that is zero."""
     if len(call.inputs) == 2:
@@ -142,7 +147,8 @@ def _filled(call: Call, value: float, size_position: int) -> Iterator[Row]:
 _NONLINEAR = """
     abs.default acos.default addcdiv.default asin.default atan.default atan2.default bitwise_and.Scalar
     bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor ceil.default
-    clamp.Tensor clamp.default clamp_max.default clamp_min.default cos.default cosh.default div.Scalar_mode
+    clamp.Tensor clamp.default clamp_max.Tensor clamp_max.default clamp_min.Tensor clamp_min.default
+    cos.default cosh.default div.Scalar_mode
     div.Tensor_mode elu.default eq.Scalar eq.Tensor erf.default erfc.default exp.default exp2.default expm1.default
     floor.default floor_divide.default fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor gelu.default gt.Scalar gt.Tensor
     hardsigmoid.default hardswish.default hardtanh.default isfinite.default isinf.default isnan.default le.Scalar
@@ -175,10 +181,12 @@ RULES: Mapping[str, Rule] = {
     **_named("mul.Tensor mul.Scalar", pointwise(each_partial)),
     **_named("div.Tensor div.Scalar", pointwise(first_partial)),
     **_named("where.self", pointwise(tail_partial)),
+    **_named("lerp.Scalar", pointwise(all_partial)),
+    **_named("lerp.Tensor", pointwise(head_partial)),
     **_named("masked_fill.Scalar", pointwise(fill_partial)),
     **_named("masked_fill.Tensor addcmul.default", pointwise()),
     **_named("_to_copy.default", pointwise(cast_partial)),
-    **_named("zeros_like.default", like(0)),
+    **_named("zeros_like.default zero.default", like(0)),
     **_named("ones_like.default", like(1)),
     **_named("full_like.default fill.Scalar", full_like),
     **_named("fill.Tensor", fill),
@@ -189,5 +197,5 @@ RULES: Mapping[str, Rule] = {
     **_named("full.default", full),
     **_named("new_full.default", new_full),
     **_named("scalar_tensor.default", scalar),
-    **_named("arange.default arange.start arange.start_step eye.default", whole),
+    **_named("arange.default arange.start arange.start_step eye.default linspace.default logspace.default", whole),
 }

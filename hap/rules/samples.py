@@ -70,6 +70,7 @@ def sample_inputs(
     """
     least = min((size for meta in call.inputs for size in meta.shape if size > 1), default=_INTEGERS_BELOW)
     bound = _INDEX_BOUNDS.get(call.node.op, lambda _: min(least, _INTEGERS_BELOW))(call)
+    least_integer = int(call.node.op == "aten.div.Tensor" and bound > 1)  # by zero it gives NaN, which proves nothing
     sampled = []
     for meta in call.inputs:
         if meta.dtype == torch.bool:
@@ -80,7 +81,7 @@ def sample_inputs(
                 x = x.abs() / (1 + x.abs()) + 0.01
             x = (x * scale).to(dtype)
         else:
-            x = torch.randint(0, bound, meta.shape, generator=generator, dtype=meta.dtype)
+            x = torch.randint(least_integer, bound, meta.shape, generator=generator, dtype=meta.dtype)
         sampled.append(x)
     return sampled
 

@@ -146,6 +146,47 @@ def triangle(call: Call) -> Iterator[Row]:
     yield from partial_rows(call, ("P",))
 
 
+def diagonal(call: Call) -> Iterator[Row]:
+    """``diagonal(x, offset, dim1, dim2)``: the two dims become one, the last; the others follow."""
+    yield from _diagonal(call, len(call.inputs[0].shape), first=2)
+
+
+def diag_embed(call: Call) -> Iterator[Row]:
+    """``diag_embed(x, offset, dim1, dim2)``: x's last dim becomes the diagonal of two new ones."""
+    for row in _diagonal(call, len(call.output.shape), first=2, last=-2):
+        yield Row(row.outputs, row.inputs)  # type: ignore[arg-type]
+
+
+def diagonal_backward(call: Call) -> Iterator[Row]:
+    """``diagonal_backward(grad, input_sizes, offset, dim1, dim2)``: zeros with grad on the diagonal."""
+    for row in _diagonal(call, len(call.output.shape), first=3):
+        follows = isinstance(row.inputs[0], Dim)
+        yield Row(row.outputs, row.inputs, (Shape(1, 0),) if follows else ())  # type: ignore[arg-type]
+
+
+def _diagonal(call: Call, ndim: int, *, first: int, last: int = 0) -> Iterator[Row]:
+    """Rows square -> diagonal; ``first`` is the position of dim1, ``last`` the default of both dims, less 0 and 1."""
+    square = {call.dim_argument(first + i, ndim, f"dim{i + 1}", last + i) for i in (0, 1)}
+    for place, dim in enumerate(d for d in range(ndim) if d not in square):
+        yield Row((Dim(dim),), (Dim(place),))
+    yield from partial_rows(call, ("P",))
+
+
+def unfold(call: Call) -> Iterator[Row]:
+    """``unfold(x, dim, size, step)``: windows along one dim, which stays whole; their elements are a new last dim."""
+    ndim = len(call.inputs[0].shape)
+    yield from moved(lambda _: [None if d == call.dim_argument(1, ndim, "dimension") else d for d in range(ndim)])(call)
+
+
+def unfold_backward(call: Call) -> Iterator[Row]:
+    """``unfold_backward(grad, input_sizes, dim, size, step)``: the windows added up where they were cut."""
+    ndim = len(call.output.shape)
+    for dim in range(ndim):
+        if dim != call.dim_argument(2, ndim):
+            yield Row((Dim(dim),), (Dim(dim),), (Shape(1, 0),))
+    yield from partial_rows(call, ("P",))
+
+
 RULES: Mapping[str, Rule] = {
     "aten.view.default": view,
     "aten._unsafe_view.default": view,
@@ -163,4 +204,9 @@ RULES: Mapping[str, Rule] = {
     "aten.roll.default": reordered(2),
     "aten.tril.default": triangle,
     "aten.triu.default": triangle,
+    "aten.diagonal.default": diagonal,
+    "aten.diagonal_backward.default": diagonal_backward,
+    "aten.diag_embed.default": diag_embed,
+    "aten.unfold.default": unfold,
+    "aten.unfold_backward.default": unfold_backward,
 }

@@ -55,13 +55,36 @@ def reads(module: Block, y: torch.Tensor) -> torch.Tensor:
     return y.sum() * y.max().item()
 
 
-@pytest.mark.parametrize(("then", "line"), [(branches, 1), (picks, 1), (reads, 1)])
-def test_control_flow_on_values(then: Callable[..., Any], line: int) -> None:
+def masks(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return y[:, torch.tensor([True, False, True])].sum()
+
+
+@pytest.mark.parametrize(
+    ("then", "what"),
+    [
+        (branches, "data-dependent control flow"),
+        (reads, "data-dependent control flow"),
+        (picks, "a tensor whose size depends on values"),
+        (masks, "a tensor whose size depends on values"),
+    ],
+)
+def test_what_depends_on_values(then: Callable[..., Any], what: str) -> None:
     message = refusal(nn.Sequential(nn.ReLU(), Block(then)))
     source, first = inspect.getsourcelines(then)
-    assert f"data-dependent control flow at {__file__}:{first + line}: " in message
-    assert f"`{source[line].partition('#')[0].strip()}" in message
+    assert f"{what} at {__file__}:{first + 1}: " in message
+    assert f"`{source[1].partition('#')[0].strip()}" in message
     assert "in module '1'" in message
+
+
+def test_a_constant_boolean_index_is_a_list_of_positions() -> None:
+    assert "a boolean index" in (said := refusal(Block(masks))) and "a constant index as a list of positions" in said
+    capture(Block(lambda module, y: y[:, [0, 2]].sum()), X)
+
+
+def test_a_batch_norm_without_a_momentum() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None))
+    assert "BatchNorm with momentum=None, which divides by a count" in (said := refusal(model, loss_fn=total))
+    assert said.endswith("in module '1': give it a momentum")
 
 
 def fails(module: Block, y: torch.Tensor) -> torch.Tensor:
@@ -152,6 +175,11 @@ def test_operators_without_graph_form() -> None:
     def draws(module: Block, y: torch.Tensor) -> torch.Tensor:
         return (y * torch.randn(3, generator=torch.Generator())).sum()
 
+    def inverts(module: Block, y: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(module.linear.weight).sum()
+
+    checks = "calls aten._linalg_check_errors.default, which acts on values while the program runs"
+    assert checks in refusal(Block(inverts))
     assert "aten.randn.generator with a generator of random numbers" in refusal(Block(draws))
     assert "aten.as_strided.default, whose result depends on memory layout" in refusal(Block(strided))
     assert "calls cond, which is no plain operator" in refusal(Block(conditional))

@@ -25,8 +25,9 @@ NAMES = {
         log10.default log1p.default log2.default logical_not.default max.default mean.default min.default
         mish.default neg.default ones_like.default reciprocal.default relu.default round.default rsqrt.default
         sgn.default sigmoid.default sign.default silu.default sin.default sinh.default softplus.default sort.default
-        sqrt.default squeeze.default std.correction sum.default t.default tan.default tanh.default tril.default
-        triu.default trunc.default unbind.int var.correction var_mean.correction zeros_like.default slice.Tensor""",
+        sqrt.default squeeze.default std.correction std_mean.correction sum.default t.default tan.default tanh.default
+        tril.default triu.default trunc.default trace.default prod.default zero.default diagonal.default
+        diag_embed.default unbind.int var.correction var_mean.correction zeros_like.default slice.Tensor""",
     (X, 0): """
         add.Scalar add.Tensor sub.Scalar full_like.default all.dim any.dim cumprod.default cumsum.default
         max.dim min.dim prod.dim_int squeeze.dim unsqueeze.default""",
@@ -36,11 +37,13 @@ NAMES = {
         sub.Scalar""",
     (X, ROW): """
         add.Tensor atan2.default clamp.Tensor div.Tensor eq.Tensor floor_divide.default fmod.Tensor ge.Tensor gt.Tensor
+        clamp_max.Tensor clamp_min.Tensor
         le.Tensor logaddexp.default logical_and.default logical_or.default logical_xor.default lt.Tensor maximum.default
         minimum.default mul.Tensor mv.default ne.Tensor pow.Tensor_Tensor remainder.Tensor sub.Tensor""",
     (X, X): """
         add.Tensor gelu_backward.default hardsigmoid_backward.default hardswish_backward.default mish_backward.default
         mul.Tensor sigmoid_backward.default silu_backward.default tanh_backward.default""",
+    (X, (0,), False): "any.dims all.dims",
     (X, (0,)): "sum.dim_IntList mean.dim amax.default logsumexp.default flip.default var_mean.correction",
     (X, (1,), True): "sum.dim_IntList mean.dim amin.default logsumexp.default",
     (X, 1, False): "_softmax.default _log_softmax.default max.dim all.dim",
@@ -48,7 +51,8 @@ NAMES = {
     (integers(6, 4),): "bitwise_not.default sum.default",
     (integers(6, 4), 2): "bitwise_and.Scalar bitwise_or.Scalar",
     (integers(6, 4), integers(6, 4)): "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor",
-    (X, X, ROW): "addcmul.default addcdiv.default",
+    (X, X, ROW): "addcmul.default addcdiv.default lerp.Tensor",
+    (X, X, 0.3): "lerp.Scalar",
     ((6, 4),): "zeros.default ones.default",
     ((6, 4), 0): "full.default",
     ((6, 4), 2.0): "full.default",
@@ -63,6 +67,8 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     ("aten.arange.start", (0, 6)),
     ("aten.arange.start_step", (0, 6, 2)),
     ("aten.eye.default", (4,)),
+    ("aten.linspace.default", (0, 1, 6)),
+    ("aten.logspace.default", (0, 1, 6)),
     ("aten.scalar_tensor.default", (0,)),
     ("aten.scalar_tensor.default", (1.0,)),
     ("aten.new_full.default", (ROW, (6, 4), 1.5)),
@@ -79,6 +85,9 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     ("aten.mm.default", (X, meta(4, 5))),
     ("aten.bmm.default", (meta(3, 6, 4), meta(3, 4, 5))),
     ("aten.dot.default", (ROW, ROW)),
+    ("aten.div.Tensor", (X, integers(4))),
+    ("aten.vdot.default", (ROW, ROW)),
+    ("aten.linalg_inv_ex.default", (meta(6, 4, 4),)),
     ("aten.cat.default", ((X, meta(3, 4), meta(9, 4)), 0)),
     ("aten.cat.default", ((X, meta(6, 8)), -1)),
     ("aten.stack.default", ((X, X), 1)),
@@ -116,6 +125,16 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     ("aten.roll.default", (X, (2,), (0,))),
     ("aten.roll.default", (X, (2,))),
     ("aten.topk.default", (X, 2)),
+    ("aten.diagonal.default", (meta(3, 6, 4), 1, -1, 0)),
+    ("aten.diagonal_backward.default", (meta(6, 3), (3, 6, 4), 0, 0, -1)),
+    ("aten.diag_embed.default", (meta(3, 6, 4), -1, 0, 2)),
+    ("aten.unfold.default", (meta(3, 6, 4), 1, 3, 1)),
+    ("aten.unfold_backward.default", (meta(3, 4, 4, 3), (3, 6, 4), 1, 3, 1)),
+    ("aten.unfold_backward.default", (meta(3, 6, 2, 2), (3, 6, 4), -1, 2, 2)),
+    ("aten.im2col.default", (IMAGE, (2, 2), (1, 1), (0, 0), (1, 1))),
+    ("aten.im2col.default", (meta(4, 4, 4), (2, 2), (1, 1), (0, 0), (1, 1))),
+    ("aten.col2im.default", (meta(6, 16, 9), (4, 4), (2, 2), (1, 1), (0, 0), (1, 1))),
+    ("aten.col2im.default", (meta(16, 9), (4, 4), (2, 2), (1, 1), (0, 0), (1, 1))),
     ("aten.sort.default", (X, 0)),
     ("aten.cumsum.default", (X, -1)),
     ("aten.gather.default", (X, 1, integers(6, 3))),

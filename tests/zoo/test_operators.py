@@ -1,0 +1,133 @@
+"""Layers and functions that few models need: loss and gradients equal one device's, however all is cut."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from benchmarks.zoo_models.reference import one_device, worst_error
+from hap.rules.choices import choices
+from tests._support.plans import sizes_for
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, case_of, drawn, random_error, run
+
+BATCH, WIDTH = 8, 6
+SIGNS, CHANNELS = torch.tensor([1, -1]), (BATCH, 3, WIDTH)
+IMAGE = (BATCH, 2, 4, WIDTH)
+
+
+class Model(nn.Module):
+    """A function, or a layer, of what a linear layer makes; ``then(layer, x)`` says how it is called."""
+
+    def __init__(self, then, layer=None):
+        super().__init__()
+        self.linear, self.layer, self.then = nn.Linear(WIDTH, WIDTH), layer, then
+
+    def forward(self, x):
+        y = self.linear(x)
+        return self.then(y) if self.layer is None else self.then(self.layer, y)
+
+
+def on_one(layer, y):
+    return layer(y)
+
+
+def squares(outer):
+    return outer.unsqueeze(1) * outer.unsqueeze(2)
+
+
+def pieces(y):
+    made = y.new_empty(BATCH, WIDTH)
+    made[:, 0], made[:, 1:] = y[:, 5], y[:, :5].sin()
+    return made
+
+
+FUNCTIONS = {
+    "normalize": functional.normalize,
+    "norm": lambda y: y.norm(dim=1) * y.norm() + y.norm(p=3, dim=1),
+    "norms of maxima, sums and counts": lambda y: y.norm(p=float("inf"), dim=1) + y.norm(p=1, dim=1) * y.norm(p=0),
+    "matrix norm": torch.linalg.matrix_norm,
+    "pairwise distance": lambda y: functional.pairwise_distance(y, y.flip(1)),
+    "cosine similarity": lambda y: functional.cosine_similarity(y, y.flip(1)),
+    "triplet loss": lambda y: functional.triplet_margin_loss(y, y.flip(1), y.roll(1, 1)),
+    "cosine embedding loss": lambda y: functional.cosine_embedding_loss(y, y.flip(1) * 0.7 + 1, SIGNS.repeat(4)),
+    "hinge embedding loss": lambda y: functional.hinge_embedding_loss(y, SIGNS.repeat(3).expand(BATCH, WIDTH)),
+    "lerp": lambda y: torch.lerp(y, y.flip(1), 0.3),
+    "lerp by a tensor": lambda y: torch.lerp(y, y.sum(0), y[0].sigmoid()),
+    "index_add": lambda y: torch.zeros(3, WIDTH, dtype=y.dtype).index_add(0, torch.arange(BATCH) % 3, y),
+    "index_add of columns": lambda y: y.index_add(1, torch.tensor([0, 2, 2]), y[:, :3].tanh(), alpha=2),
+    "index_copy": lambda y: y.index_copy(1, torch.tensor([0, 2]), y[:, 3:5].tanh()),
+    "index_fill": lambda y: y.index_fill(1, torch.tensor([0, 2]), 3.0),
+    "empty, then filled": lambda y: y * torch.empty(WIDTH, dtype=y.dtype).fill_(3) + y.new_empty(WIDTH).fill_(2.0),
+    "empty, then zero": lambda y: y + torch.empty_like(y).zero_(),
+    "empty, then written": pieces,
+    "linspace": lambda y: y * torch.linspace(0, 1, WIDTH) + torch.logspace(0, 1, WIDTH),
+    "prod": lambda y: (y.tanh() + 1.5).prod(),
+    "any and all": lambda y: y * (y > 0).any(dim=(0, 1)) * (y > -1).all(dim=(1,), keepdim=True),
+    "std_mean": lambda y: sum(torch.std_mean(y, dim=1)) + sum(torch.std_mean(y)),
+    "diagonal": lambda y: squares(y).diagonal(1, 1, 2),
+    "diagonal of the first dims": lambda y: squares(y).diagonal(0, -3, 1).sum(0),
+    "trace": lambda y: torch.trace(y @ y.mT),
+    "diag": lambda y: torch.diag_embed(y, 1) + torch.diag(y.sum(0).repeat(2)[:7]),
+    "unfold": lambda y: y.unfold(1, 3, 2),
+    "unfold of a transpose": lambda y: y.T.unfold(0, 3, 1).sum(2),
+    "inv_ex": lambda y: torch.linalg.inv_ex(squares(y) * 0.1 + torch.eye(WIDTH, dtype=y.dtype)).inverse,
+}
+LAYERS = {
+    "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, 4)), (BATCH, WIDTH)),
+    "weight norm, second dim": (lambda: parametrizations.weight_norm(nn.Conv1d(3, 4, 3), dim=1), CHANNELS),
+    "weight norm of a convolution": (lambda: parametrizations.weight_norm(nn.Conv1d(3, 4, 3)), CHANNELS),
+    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, 4)), (BATCH, WIDTH)),
+    "PReLU": (nn.PReLU, (BATCH, WIDTH)),
+    "PReLU of channels": (lambda: nn.PReLU(3), CHANNELS),
+    "circular padding": (lambda: nn.Conv1d(3, 4, 3, padding=1, padding_mode="circular"), CHANNELS),
+    "circular padding of images": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), IMAGE),
+    "unfold of images": (lambda: nn.Unfold((2, 2), padding=1, stride=2), IMAGE),
+    "fold": (lambda: nn.Sequential(nn.Unfold((2, 2)), nn.Fold((4, WIDTH), (2, 2))), IMAGE),
+    "dropout1d": (lambda: nn.Dropout1d(0.4), CHANNELS),
+    "dropout1d without a batch": (lambda: nn.Dropout1d(0.4), (BATCH, WIDTH)),
+    "dropout2d": (lambda: nn.Dropout2d(0.4), IMAGE),
+    "dropout2d in place": (lambda: nn.Dropout2d(0.4, inplace=True), IMAGE),
+    "dropout3d": (lambda: nn.Dropout3d(0.4), (BATCH, 3, 2, 2, WIDTH)),
+    "alpha dropout": (lambda: nn.AlphaDropout(0.4), (BATCH, WIDTH)),
+    "alpha dropout of channels": (lambda: nn.FeatureAlphaDropout(0.4), IMAGE),
+}
+CELLS = {
+    "GRU cell": (lambda: nn.GRUCell(WIDTH, 4), lambda layer, y: layer(y, layer(y))),
+    "LSTM cell": (lambda: nn.LSTMCell(WIDTH, 4), lambda layer, y: layer(y, layer(y))[0]),
+    "bilinear": (lambda: nn.Bilinear(WIDTH, WIDTH, 4), lambda layer, y: layer(y, y.flip(1))),
+}
+
+
+def case(model, shape=(BATCH, WIDTH)):
+    model = model.double()
+    with torch.no_grad():
+        made = model.train()(drawn(*shape))
+    return case_of(model, drawn(*shape), lambda y, t: (y - t).square().sum() / 7, drawn(*made.shape, seed=1))
+
+
+def worst(found):
+    """The batch dealt unevenly, then any strategies."""
+    made = choices(captured(found))
+    dealt = run(found, made, batch_strategies(made), sizes_for(made, (5, 2, 1), {BATCH: (5, 2, 1)}))
+    return max(worst_error(dealt, one_device(found, 5))[0], *(random_error(found, seed)[0] for seed in range(3)))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    torch.manual_seed(0)
+    assert worst(case(Model(FUNCTIONS[name]))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name):
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    assert worst(case(Model(on_one, make()), shape)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_layers_of_two_tensors(name):
+    torch.manual_seed(0)
+    make, then = CELLS[name]
+    assert worst(case(Model(then, make()))) <= TOLERANCE

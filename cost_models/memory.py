@@ -292,7 +292,7 @@ class Walk:
             self.summed[name].last = self.end
         if late:
             whole = sum(self.graph.meta(Value(name)).nbytes for name in late)
-            sent = self._allocate("temporary", min(whole, bundle_bytes(whole)), REPLICATE, 2 * SUM_LANES)
+            sent = self._allocate("temporary", min(whole, SUM_LANES * bundle_bytes(whole)), REPLICATE, 2)
             sent.born = min(self.moments[name] for name in late)
 
     @cached_property

@@ -12,7 +12,7 @@ from hap.conversion import find_needs
 from hap.cost_models.memory import MemoryUse, Walk, memory_use, optimizer_state_bytes, usable_bytes
 from hap.cost_models.order import program_order
 from hap.graph import Graph, Value, with_inputs
-from hap.hosts_sum import HOSTS_SUM, SITE, SUM_LANES
+from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.mesh import graph_of, sums_in_order
 from hap.plan import Strategy
 from tests._support import gpt2
@@ -138,8 +138,8 @@ def test_what_only_the_backward_reads_is_computed_there() -> None:
 
 
 def test_what_is_summed_over_hosts_meanwhile_is_held_until_the_step_ends() -> None:
-    """At the end of a host's step there are the sums, what those that nobody waits for are the sums of, and what both
-    lanes send and receive of at most all of these."""
+    """At the end of a host's step there are the sums, what those that nobody waits for are the sums of, and what is
+    sent and received of these."""
     with torch.device("meta"):
         model, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)), torch.empty(8, 4)
     graph = capture(model, x, loss_fn=torch.sum)
@@ -152,6 +152,6 @@ def test_what_is_summed_over_hosts_meanwhile_is_held_until_the_step_ends() -> No
     _, late = sums_in_order(lower(host, inside))
     nbytes = sum(n.meta.nbytes for n in sums if n.args[SITE] in late)
     assert 0 < len(late) < len(sums) and nbytes > 0
-    assert held["temporary"] == 2 * SUM_LANES * nbytes
+    assert held["temporary"] == 2 * nbytes  # all in one bundle
     loss = 4
     assert held["gradients"] == 4 * (4 * 6 + 6 + 6 * 2 + 2) and held["activations"] == nbytes + loss

@@ -178,8 +178,8 @@ def test_a_host_that_cannot_hold_the_parameters_is_named() -> None:
 
 
 def test_what_fits_in_halves_is_dealt_out_in_halves() -> None:
-    assert quick(DEEP, cluster((1,), (1,), memory="1.34MB")).batch.sizes == (512, 512)
-    plan = quick(DEEP, cluster((1.3,), (1,), memory="1.34MB"))
+    assert quick(DEEP, cluster((1,), (1,), memory="1.43MB")).batch.sizes == (512, 512)
+    plan = quick(DEEP, cluster((1.3,), (1,), memory="1.43MB"))
     assert sum(plan.batch.sizes) == 1024
 
 

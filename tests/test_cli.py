@@ -89,6 +89,7 @@ loss.backward()
 built.model.load_state_dict(program.state_dict())
 alone = built.loss_fn(built.model(batch))
 print(f"difference {abs(float(loss.detach() - alone.detach())):.5f}", flush=True)
+torch.distributed.destroy_process_group()
 """
 TINY = """
 import torch

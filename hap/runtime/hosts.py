@@ -168,7 +168,7 @@ class HostCommunicator(Communicator):
         try:
             exchange.sum_into(results, pieces, partial(all_to_all, group=group))
         except BaseException as failure:
-            self._failure = failure
+            self._failure = self._failure or failure
             raise
 
     def _exchange(self, sites: tuple[int, ...]) -> Exchange:

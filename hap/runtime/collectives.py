@@ -36,6 +36,7 @@ from hap.placement import Sizes
 from hap.plan import Collective
 from hap.runtime.exchange import as_bytes
 from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
+from hap.runtime.leaving import pause_at_exit
 from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices, transfer
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ class Communicator:
         self._groups: list[dist.ProcessGroup] = []  # of calls begun by this thread
         self._started = self._begun = 0  # the same numbers on every rank
         self._fitting: set[tuple[object, ...]] = set()  # calls whose pieces were found to have the layout's extents
+        if group is not None and self.device.type != "cuda":
+            pause_at_exit()
 
     @contextmanager
     def wire(self) -> Iterator[None]:

@@ -131,7 +131,7 @@ class Entry(pydantic.BaseModel):
     seq: int | None = pydantic.Field(default=None, ge=1)
     cluster: str
     optimizer: str = "adamw"
-    effort: Literal["quick", "normal"] = "normal"
+    effort: Literal["quick", "normal", "thorough"] = "normal"
     leave_out: bool = False
     mesh: Mesh = "flat"
     max_step_regression: float = pydantic.Field(default=0.02, ge=0)

@@ -51,7 +51,7 @@ class HapPlan:
         example_targets: Any = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         optimizer: str = "adamw",
-        effort: Literal["quick", "normal"] = "normal",
+        effort: Literal["quick", "normal", "thorough"] = "normal",
         mesh: Mesh = "flat",
         max_step_regression: float = 0.02,
         max_memory_regression: float = 0.0,

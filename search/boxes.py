@@ -1,19 +1,20 @@
-"""The joint bound case by case: how much of the batch each host works on.
+"""The joint bound case by case: how much of the batch, and of other groups, each host works on.
 
-The relaxation lets every call, and every collective, have shares of its own; but a step has one vector of batch sizes.
-So the bound is proved separately for boxes that together hold all of these vectors, and the least of their bounds holds
-for all (branch and bound over the boxes). Symbols: N samples; j a *part*, the ranks of one class on the host of its
-kind that has most of the batch (any plan has one: alike hosts can change names), or on the other hosts of that kind;
-R[j] the fraction of the batch on it, of n[j] ranks; a box says low[j] <= R[j] <= high[j]. In a box
+The relaxation lets every call, and every collective, have shares of its own; but a step has one vector of sizes for
+every group that means the same everywhere. So the bound is proved separately for boxes that together hold all of these
+vectors, and the least of their bounds holds for all (branch and bound over the boxes). Symbols: N atoms of a group; j a
+*part*, the ranks of one class on the host of its kind that has most of the batch (any plan has one: alike hosts can
+change names), or on the other hosts of that kind; R[j] the fraction of the group on it, of n[j] ranks; a box says
+low[j] <= R[j] <= high[j] for every group that has boxes. In a box
 
     T >= sum_j u[j] t[busiest rank of j] + v[j] sum of t[r in j]        sum_j u[j] + n[j] v[j] = 1, u, v >= 0
 
-for any such weights, and the calls of a path (``chain``) may have other weights where they are dealt out by the batch
-than where they are by another group. Under a strategy that shards the batch a rank with share m needs at least F + m s
-seconds (nothing without a share, if it is idle then), so with low[j] > 0, as the busiest rank's m is at least
-R[j] / n[j] and a whole number of samples,
+for any such weights, and the calls of a path (``chain``) may have other weights for every group that they are dealt out
+by. Under a strategy that shards a group with boxes a rank with share m needs at least F + m s seconds (nothing without
+a share, if it is idle then), so with low[j] > 0, as the busiest rank's m is at least R[j] / n[j] and a whole number of
+atoms,
 
-    sum_r w t >= min over R in the box of sum_j u[j] (F + s R[j] / n[j]) + v[j] (F + s R[j])            (_batch)
+    sum_r w t >= min over R in the box of sum_j u[j] (F + s R[j] / n[j]) + v[j] (F + s R[j])            (_dealt_by)
 
 and as in ``bound`` under all other strategies, whose shares no box restricts. The least over R, whose parts sum to
 one, is found greedily. What all-to-alls between shards take at least in a box is said in ``crossing``; ``cases``
@@ -25,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -35,20 +36,19 @@ from hap.fabric import Array
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
 from hap.search.chain import find_chain
-from hap.search.crossing import Box, Port, crossing_s, find_parts, find_ports
+from hap.search.crossing import Box, Fractions, Port, crossing_s, find_parts, find_ports
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.relaxation import Relaxation
 
-REPLICATED, OTHER, BATCH = range(3)  # how a strategy deals out a call
-SETS = 2  # of weights: one for the batch, and one for all other groups
+REPLICATED = -1  # how a strategy deals out a call, which is else the number of the group
 TINY = 1e-6  # share: the side of the roofline of small shares
 
 
 class Line(NamedTuple):
     """What a call takes under a strategy on the device of every part: ``fixed`` + share * ``slope`` for either side of
-    the roofline (2, J), and ``whole`` (J,) for everything. ``how``: it is dealt out; ``idle``: a rank without a share
-    does nothing; ``chained``: it is of the path."""
+    the roofline (2, J), and ``whole`` (J,) for everything. ``how``: by which group it is dealt out; ``idle``: a rank
+    without a share does nothing; ``chained``: it is of the path."""
 
     how: int
     idle: bool
@@ -58,23 +58,40 @@ class Line(NamedTuple):
     whole: tuple[float, ...]
 
 
+class _Within(NamedTuple):
+    """Of calls that one group deals out, of which a part has from ``low`` to ``high`` (J,), and its busiest rank no
+    less than ``whole``: ``fixed`` and ``slope`` (L, J) of a rank, and the first of all ranks of a part."""
+
+    low: Array
+    high: Array
+    whole: Array
+    fixed: Array
+    slope: Array
+    all_fixed: Array
+
+
 @dataclass(eq=False)
 class Boxes:
-    """The relaxation's prices for boxes of sizes. ``batch``: its group and how many samples it has."""
+    """The relaxation's prices for boxes of sizes. ``groups``: those that have boxes, the batch first, and how many
+    atoms each has. All others together come after them, as ``other``."""
 
     facts: Facts
     relaxed: Relaxation
-    batch: tuple[str, int]
+    groups: tuple[tuple[str, int], ...]
     _lines: dict[Line, int] = field(default_factory=dict)
     _known: dict[object, int] = field(default_factory=dict)
+    _sides: dict[object, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parts = find_parts(self.facts)
         self.ranks = np.array([p.ranks for p in self.parts], dtype=np.float64)
         width = len(self.relaxed.cost)
         self.wire = np.zeros(width)  # ms of a unit of every variable that no share changes
-        self.group, self.samples = self.batch
-        self.crossing = np.zeros(width)  # bytes of it between the batch and another group
+        self.number = {name: k for k, (name, _) in enumerate(self.groups)}
+        self.atoms, self.other = tuple(n for _, n in self.groups), len(self.groups)
+        self.hosts = len({d.host for d in self.facts.cluster.devices})
+        self.hosts = self.hosts if self.hosts > 1 else self.facts.cluster.world_size
+        crossing: dict[tuple[int, int], Array] = {}  # groups -> bytes of every variable that go from one to the other
         chained = self._chained()
         entries: list[tuple[int, float, int]]
         entries = [(v, count, self._call(name, i, name in chained)) for v, count, name, i in self.relaxed.options]
@@ -84,8 +101,10 @@ class Boxes:
                 entries.append((v, 1 / each, self._slice(nbytes, source, target)))
                 continue
             self.wire[v] += self.relaxed.least.seconds(kind, nbytes) * MS / each
-            if kind == "all_to_all" and self._is_crossed(source, target):
-                self.crossing[v] += nbytes / each
+            if kind == "all_to_all" and (pair := self._crossed(source, target)):
+                crossing.setdefault(pair, np.zeros(width))[v] += nbytes / each
+        self.pairs = tuple(crossing)
+        self.crossing = np.array(list(crossing.values())).reshape(len(self.pairs), width)
         self.variable, self.line = (np.array([e[i] for e in entries], dtype=np.int64) for i in (0, 2))
         self.times = np.array([e[1] for e in entries], dtype=np.float64)
         lines = list(self._lines)
@@ -97,12 +116,12 @@ class Boxes:
     @property
     def everything(self) -> Box:
         width = len(self.parts)
-        return Box((0,) * width, (self.samples,) * width)
+        return Box(((0,) * width,) * len(self.atoms), tuple((n,) * width for n in self.atoms))
 
-    def fractions(self, box: Box) -> tuple[Array, Array]:
-        """(J,) from which fraction of the batch to which it is on every part."""
-        low, high = (np.array(side, dtype=np.float64) for side in box)
-        return low / self.samples, high / self.samples
+    def fractions(self, box: Box) -> list[Fractions]:
+        """Of every group that has boxes."""
+        pairs = zip(*box, self.atoms, strict=True)
+        return [Fractions(np.array(low) / n, np.array(high) / n) for low, high, n in pairs]
 
     # -- what the variables are --------------------------------------------------------------------------------------
 
@@ -134,7 +153,7 @@ class Boxes:
         sizes = {placement.group: (placement.n,) * n} if isinstance(placement, Shard) else {}
         seconds = self.facts.update_s(name, strategy, sizes)
         whole = tuple(float(seconds[p.device.rank]) for p in self.parts)
-        return self._number(_through_nothing(OTHER if sharded else REPLICATED, whole))
+        return self._number(_through_nothing(self.other if sharded else REPLICATED, whole))
 
     def _slice(self, nbytes: int, source: Placement, target: Placement) -> int:
         assert isinstance(target, Shard)
@@ -152,13 +171,14 @@ class Boxes:
         return self._lines.setdefault(line, len(self._lines))
 
     def _how(self, group: str) -> int:
-        return BATCH if group == self.group else OTHER
+        return self.number.get(group, self.other)
 
-    def _is_crossed(self, source: Placement, target: Placement) -> bool:
-        """Whether it is between the batch and another group, of different dims."""
+    def _crossed(self, source: Placement, target: Placement) -> tuple[int, int] | None:
+        """Between which groups it is, of different dims; None where the boxes say nothing of it."""
         assert isinstance(source, Shard) and isinstance(target, Shard)
+        pair = self._how(source.group), self._how(target.group)
         ranges = source.dim == target.dim and source.outer == target.outer
-        return not ranges and (source.group == self.group) != (target.group == self.group)
+        return None if ranges or pair == (self.other, self.other) else pair
 
     @cached_property
     def ports(self) -> tuple[Port, ...]:
@@ -166,72 +186,105 @@ class Boxes:
 
     # -- prices ------------------------------------------------------------------------------------------------------
 
-    def crossing_s(self, box: Box) -> float:
-        """Seconds a byte that an all-to-all between the batch and another group takes at least."""
-        return crossing_s(self.ports, *self.fractions(box))
+    def crossing_s(self, box: Box) -> Array:
+        """(P,): seconds a byte that an all-to-all between the groups of every pair takes at least."""
+        if box not in self._sides:
+            width = len(self.parts)
+            known = [*self.fractions(box), Fractions(np.zeros(width), np.ones(width))]
+            found = [crossing_s(self.ports, known[s], known[t], self.hosts) for s, t in self.pairs]
+            self._sides[box] = np.array(found)
+        return cast(Array, self._sides[box])
+
+    def restricted(self, box: Box) -> tuple[int, ...]:
+        """The numbers of the batch and of the groups of which not all sizes are in the box. Others are like groups that
+        have no boxes."""
+        pairs = enumerate(zip(*box, self.atoms, strict=True))
+        return tuple(k for k, (low, high, n) in pairs if k == 0 or any(low) or min(high) < n)
 
     def coefficients(self, box: Box, weights: Array) -> Array:
         """(L, S 2 J): of every line, seconds per unit of every weight, at the sizes in the box that are best for these
         weights, where it is paid for with the set of its group, or with the set that makes it least."""
-        sets = weights.reshape(SETS, -1)
-        found = np.array([self._by_set(box, w) for w in sets])
-        seconds = np.einsum("slw,sw->sl", found, sets)
-        own = np.where(self.how == OTHER, 1, 0)
-        number = np.where(self.chained & (self.how != REPLICATED), own, seconds.argmin(axis=0))
-        every = np.arange(len(own))
-        chosen = np.zeros((len(own), *sets.shape))
-        chosen[every, number] = found[number, every]
-        result: Array = chosen.reshape(len(own), -1)
+        groups = (*self.restricted(box), self.other)
+        sets = weights.reshape(self.other + 1, -1)
+        chosen = np.zeros((len(self.how), *sets.shape))
+        own = sets[list(groups)]
+        for (how, chained), of in self._alike(groups).items():
+            if chained:
+                chosen[of, how] = self._by_set(box, how, of, sets[[how]])[0]
+                continue
+            found = self._by_set(box, how, of, own)
+            least = np.einsum("slw,sw->sl", found, own).argmin(axis=0)
+            chosen[of, np.array(groups)[least]] = found[least, np.arange(len(of))]
+        result: Array = chosen.reshape(len(self.how), -1)
         return result
 
-    def _by_set(self, box: Box, weights: Array) -> Array:
-        """(L, 2 J): the same of all lines with one set of weights (u, v)."""
+    def _alike(self, groups: Sequence[int]) -> dict[tuple[int, bool], Array]:
+        """Numbers of the lines, by which of these groups they are dealt out by, or the last, and whether they have the
+        weights of their group."""
+        key = ("alike", groups)
+        if key not in self._sides:
+            found: dict[tuple[int, bool], list[int]] = {}
+            for number, (how, chained) in enumerate(zip(self.how.tolist(), self.chained.tolist(), strict=True)):
+                by = how if how == REPLICATED or how in groups else self.other
+                found.setdefault((by, chained and how != REPLICATED), []).append(number)
+            self._sides[key] = {by: np.array(numbers) for by, numbers in found.items()}
+        return self._sides[key]
+
+    def _by_set(self, box: Box, how: int, of: Array, sets: Array) -> Array:
+        """(S, L, 2 J): the same of some lines, dealt out alike, with each of these sets of weights (u, v)."""
         n, width = self.ranks, len(self.parts)
-        v = weights[width:]
-        found = np.zeros((len(self.how), 2 * width))
-        own, lone = np.arange(len(self.how)), np.where(n > 1, v, weights[:width])
-        column = np.where(n > 1, width + np.arange(width), np.arange(width))
-
-        whole = self.how == REPLICATED
-        found[whole] = np.concatenate([self.whole[whole], self.whole[whole] * n], axis=1)
-
-        other = self.how == OTHER
-        fixed, slope = self._side(np.full(width, 1.0 / n.sum()))
-        fixed = np.where(self.idle[:, None], 0.0, fixed)
-        slope = np.where(self.idle[:, None], self.whole, slope)
-        cheapest = (slope * lone).argmin(axis=1)
-        found[other] = np.concatenate([fixed[other], fixed[other] * n], axis=1)
-        found[own[other], column[cheapest[other]]] += slope[own[other], cheapest[other]]
-
-        found[self.how == BATCH] = self._batch(*self.fractions(box), weights)
+        if how == REPLICATED:
+            once = np.concatenate([self.whole[of], self.whole[of] * n], axis=1)
+            return np.broadcast_to(once, (len(sets), *once.shape))
+        if how != self.other:
+            return self._dealt_by(self._within(how, of, box.low[how], box.high[how]), sets)
+        fixed, slope = self._side(of, np.full(width, 1.0 / n.sum()))
+        fixed = np.where(self.idle[of, None], 0.0, fixed)
+        slope = np.where(self.idle[of, None], self.whole[of], slope)
+        lone = np.where(n > 1, sets[:, width:], sets[:, :width])
+        cheapest = (slope * lone[:, None, :]).argmin(axis=2)
+        found = np.repeat(np.concatenate([fixed, fixed * n], axis=1)[None], len(sets), axis=0)
+        line, column = np.arange(len(of)), np.where(n > 1, width + np.arange(width), np.arange(width))
+        for one, at in zip(found, cheapest, strict=True):
+            one[line, column[at]] += slope[line, at]
         return found
 
-    def _batch(self, low: Array, high: Array, weights: Array) -> Array:
-        """The same for calls that are dealt out by the batch, of which fractions (J,) are on the parts."""
-        n, width, of = self.ranks, len(self.parts), self.how == BATCH
-        u, v = weights[:width], weights[width:]
-        fixed, slope = (side[of] for side in self._side((low + high) / 2 / n))
-        idle = self.idle[of][:, None]
-        nothing = idle & (low == 0)
-        chord = slope + np.divide(fixed, high, out=np.zeros_like(fixed), where=high > 0)
-        fixed, slope = np.where(nothing, 0.0, fixed), np.where(nothing, chord, slope)
-        all_fixed = fixed * np.where(idle, 1.0, n)
-        whole = np.ceil(low * self.samples / n - 1e-9) / self.samples
-        free = np.clip(whole * n, low, high)  # so much costs the busiest rank no more than ``low`` does
-        slopes = np.concatenate([v * slope, u * slope / n + v * slope], axis=1)
-        pieces = _dealt(slopes, np.append(low, np.zeros(width)), np.append(free, high - free))
-        at = pieces[:, :width] + pieces[:, width:]
-        return np.concatenate([fixed + slope * np.maximum(at / n, whole), all_fixed + slope * at], axis=1)
+    def _within(self, how: int, of: Array, low_atoms: Sequence[int], high_atoms: Sequence[int]) -> _Within:
+        """Of lines that one group deals out. The same for all boxes with as much of this group."""
+        key = (how, low_atoms, high_atoms, int(of[0]))
+        if key not in self._sides:
+            n, atoms = self.ranks, self.atoms[how]
+            low, high = np.array(low_atoms) / atoms, np.array(high_atoms) / atoms
+            fixed, slope = self._side(of, (low + high) / 2 / n)
+            idle = self.idle[of][:, None]
+            nothing = idle & (low == 0)
+            chord = slope + np.divide(fixed, high, out=np.zeros_like(fixed), where=high > 0)
+            fixed, slope = np.where(nothing, 0.0, fixed), np.where(nothing, chord, slope)
+            whole = np.ceil(low * atoms / n - 1e-9) / atoms
+            self._sides[key] = _Within(low, high, whole, fixed, slope, fixed * np.where(idle, 1.0, n))
+        return cast(_Within, self._sides[key])
 
-    def _side(self, share: Array) -> tuple[Array, Array]:
+    def _dealt_by(self, within: _Within, sets: Array) -> Array:
+        """(S, L, 2 J): what these lines take at the fractions (J,) that are best for each set."""
+        n, width, (low, high, whole, fixed, slope, all_fixed) = self.ranks, len(self.parts), within
+        u, v = sets[:, None, :width], sets[:, None, width:]
+        free = np.clip(whole * n, low, high)  # so much costs the busiest rank no more than ``low`` does
+        slopes = np.concatenate([v * slope, u * slope / n + v * slope], axis=2)
+        flat = slopes.reshape(-1, 2 * width)
+        pieces = _dealt(flat, np.append(low, np.zeros(width)), np.append(free, high - free)).reshape(slopes.shape)
+        at = pieces[..., :width] + pieces[..., width:]
+        return np.concatenate([fixed + slope * np.maximum(at / n, whole), all_fixed + slope * at], axis=2)
+
+    def _side(self, of: Array, share: Array) -> tuple[Array, Array]:
         """The side of the roofline that is higher at these shares of a rank (J,): fixed and slope (L, J)."""
-        first, second = (f + s * share for f, s in zip(self.fixed, self.slope, strict=True))
+        fixed, slope = self.fixed[:, of], self.slope[:, of]
+        first, second = (f + s * share for f, s in zip(fixed, slope, strict=True))
         higher = first >= second
-        return np.where(higher, self.fixed[0], self.fixed[1]), np.where(higher, self.slope[0], self.slope[1])
+        return np.where(higher, fixed[0], fixed[1]), np.where(higher, slope[0], slope[1])
 
     def cost_ms(self, box: Box, price_s: Array) -> Array:
         """(V,): the relaxation's objective with these seconds of every line."""
-        cost = self.wire + self.crossing_s(box) * MS * self.crossing
+        cost = self.wire + self.crossing_s(box) @ self.crossing * MS
         np.add.at(cost, self.variable, self.times * price_s[self.line] * MS)
         return cost
 

@@ -1,65 +1,110 @@
 """The lower bound by cases: boxes of sizes (``boxes``), the worst of them split until little is gained.
 
     boxes := {everything}, with the bound that holds for all shares
-    while the least bound of a box is below ``enough_s``: split that box along the part whose ranks' time for all that
-        the batch can deal out it leaves most open; bound both halves, neither below the whole
+    while the least bound of a box is below ``enough_s``: bound that box; if it has been, put both its halves in its
+        place, cut where in its last solution the ranks of a part have most to do that one group deals out and that the
+        box leaves open; neither is below the whole
     the least bound of all boxes holds for every plan, since every plan's sizes lie in one of them
+
+Mostly boxes of the batch's sizes will do. Where the whole batch is on some hosts, a program may still be dealt out by
+positions, or by a vocabulary, and the exchange with what is dealt out by the batch is free only where both lie alike:
+to see that takes boxes of all groups that much work can be dealt out by (``find_main``), and many.
 
 A box is bounded by the joint relaxation at weights of its own, a linear program whose objective alone changes, solved
 from where it ended last. Any weights are valid. Every solution of the relaxation, of whatever box, bounds what weights
-can gain from above; those are taken that promise most by all solutions so far (cutting planes, as what a solution
-costs is concave in the weights), and tried.
+can gain from above; those are taken that promise most by the last solutions (cutting planes, as what a solution costs
+is concave in the weights), and tried.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from ortools.math_opt import model_pb2
+from ortools.math_opt import model_pb2, parameters_pb2
 
+from hap.cost_models.compute import parts_seconds
 from hap.fabric import Array
 from hap.placement import Shard
-from hap.search.boxes import BATCH, SETS, Box, Boxes
+from hap.search.boxes import Boxes
+from hap.search.crossing import Box
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import DUAL, OFF, KeptSolver, Solution, fill_matrix, seeded, solve_once
 from hap.search.relaxation import SAFETY, relaxation
 
-CUTS = 30  # rounds of cutting planes for the weights of a box
+CUTS = 30  # rounds of cutting planes for the weights of a box, ...
+NEWEST = 12  # ... each with so many cuts, ...
+POINTS = 30  # ... of as many solutions, the last ones
 TRIES = 2  # linear programs for a box
 TINY = 1e-9
 WORTH = 2e-3  # of a bound: less is not looked for
-SPLITS = 40  # of boxes
 SHORT_OF = 0.02  # what is enough: nearer is not looked for
-PATIENCE = 10  # splits after which the bound must have risen
+BOXES = 80
+PATIENCE = 20  # boxes after which the bound must have risen
+MUCH = 0.1  # of all work: of groups that can deal out less it is not asked where they lie
+FIRST = seeded(lp_algorithm=DUAL, presolve=OFF)
+# what ended last is feasible for another objective. Steps of the dual simplex method went on for ten minutes once
+NEXT = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, presolve=OFF, iteration_limit=20_000)
 
 
-def bound_by_cases(facts: Facts, known_s: float, enough_s: float, *, most: int = SPLITS) -> float:
-    """Seconds that every plan takes at least: ``known_s``, which is proved, or more, after at most ``most`` splits of
-    boxes; no more than ``SHORT_OF`` below ``enough_s`` is looked for, and no longer than it rises."""
-    enough_s *= 1 - SHORT_OF
-    batch = find_batch(facts)
-    if batch is None or facts.cluster.world_size == 1 or known_s >= enough_s:
+def bound_by_cases(facts: Facts, known_s: float, enough_s: float, *, most: int = BOXES) -> float:
+    """Seconds that every plan takes at least: ``known_s``, which is proved, or more, after at most ``most`` boxes of
+    the batch's sizes; no more than ``SHORT_OF`` below ``enough_s`` is looked for, and no longer than it rises."""
+    if known_s >= enough_s * (1 - SHORT_OF) or (cases := Cases.of(facts, known_s, alone=True)) is None:
         return known_s
-    relaxed = relaxation(facts)
-    if relaxed.seconds is None or batch[0] not in find_shared(facts, relaxed.fine):
-        return known_s
-    search = _Cases(Boxes(facts, relaxed, batch), relaxed.solver)
-    heap, leasts_s = [(known_s, 0, search.boxes.everything)], list[float]()
-    for split in range(1, most + 1):
-        least_s, _, box = heap[0]
-        leasts_s.append(least_s)
-        halves = search.halves(box)
-        if least_s >= enough_s or not halves or (split > PATIENCE and least_s < leasts_s[-PATIENCE] * (1 + WORTH)):
+    found: list[float] = []
+    while len(found) < most and cases.step(enough_s):
+        found.append(cases.bound_s)
+        if len(found) > PATIENCE and found[-1] < found[-PATIENCE] * (1 + WORTH):
             break
-        heapq.heappop(heap)
-        for side, half in enumerate(halves):
-            half_s = search.bound_s(half, least_s, enough_s)
-            heapq.heappush(heap, (half_s, 2 * split + side, half))
-    return heap[0][0]
+    return cases.bound_s
+
+
+class Cases:
+    """The boxes of one cluster so far. ``bound_s`` is proved, and rises."""
+
+    def __init__(self, boxes: Boxes, known_s: float) -> None:
+        self._bounds, self._numbers = _Bounds(boxes), itertools.count(1)
+        self._heap = [_Open(known_s, 0, boxes.everything, self._bounds.points[-1])]
+
+    @classmethod
+    def of(cls, facts: Facts, known_s: float, *, alone: bool) -> Cases | None:
+        """Of the batch ``alone``, or of other groups, too. None where the batch cannot be dealt out, or there is one
+        device."""
+        batch = find_batch(facts)
+        if batch is None or facts.cluster.world_size == 1:
+            return None
+        relaxed = relaxation(facts)
+        shared = find_shared(facts, relaxed.fine)
+        if relaxed.seconds is None or batch[0] not in shared:
+            return None
+        others = [] if alone else [group for group in find_main(facts, shared) if group != batch[0]]
+        return cls(Boxes(facts, relaxed, (batch, *((group, shared[group]) for group in others))), known_s)
+
+    @property
+    def bound_s(self) -> float:
+        return self._heap[0].bound_s
+
+    def step(self, enough_s: float) -> bool:
+        """The worst box is bounded. False where it is near enough already, or nothing is left to be split."""
+        enough_s *= 1 - SHORT_OF
+        while self.bound_s < enough_s:
+            known_s, _, box, point = self._heap[0]
+            if point is None:
+                bound_s, point = self._bounds.bound_s(box, known_s, enough_s)
+                heapq.heapreplace(self._heap, _Open(bound_s, next(self._numbers), box, point))
+                return True
+            halves = self._bounds.halves(box, point)
+            if not halves:
+                return False
+            heapq.heappop(self._heap)
+            for half in halves:
+                heapq.heappush(self._heap, _Open(known_s, next(self._numbers), half, None))
+        return False
 
 
 def find_batch(facts: Facts) -> tuple[str, int] | None:
@@ -91,56 +136,96 @@ def find_shared(facts: Facts, types: Mapping[str, int]) -> dict[str, int]:
     return {group: n for group, n in found.items() if group not in apart}
 
 
+def find_main(facts: Facts, shared: Iterable[str]) -> list[str]:
+    """Those of the groups by which at least ``MUCH`` of all work can be dealt out, most first."""
+    device, possible, total_s = facts.cluster.devices[0], dict.fromkeys(shared, 0.0), 0.0
+    for node in facts.graph.nodes:
+        if node.is_source:
+            continue
+        options = [facts.parts(node.name, option) for option in facts.candidates[node.name]]
+        seconds = parts_seconds(options[0], 1.0, device)
+        total_s += seconds
+        for group in {p.group: None for p in options}:
+            if group in possible:
+                possible[group] += seconds
+    found = [group for group, seconds in possible.items() if seconds >= MUCH * total_s]
+    return sorted(found, key=lambda group: -possible[group])
+
+
 class _Point(NamedTuple):
     """A solution of the relaxation: how often each line is paid for (L,), seconds of what no share changes, bytes that
-    cross between the batch and other groups."""
+    cross between the groups of every pair (P,)."""
 
     times: Array
     wire_s: float
-    crossing_bytes: float
+    crossing_bytes: Array
 
 
-class _Cases:
-    def __init__(self, boxes: Boxes, solver: KeptSolver) -> None:
-        self.boxes, self.parts, self.n, self.solver = boxes, boxes.parts, boxes.ranks, solver
+class _Open(NamedTuple):
+    """A box that is looked at next, if its bound is the least: ``point`` is a solution in it, where it was solved."""
+
+    bound_s: float
+    number: int
+    box: Box
+    point: _Point | None
+
+
+class _Bounds:
+    """Of boxes."""
+
+    def __init__(self, boxes: Boxes) -> None:
+        self.boxes, self.parts, self.n = boxes, boxes.parts, boxes.ranks
+        self.solver = KeptSolver(boxes.relaxed.program())  # of its own: what it ends with is what comes next
         self.points: list[_Point] = []
+        self.sets = boxes.other + 1  # of weights: for every group that has boxes, and for all others
         self.each = np.concatenate([np.ones_like(self.n), self.n])  # ranks that a weight is for
-        self.usable = np.tile(np.concatenate([np.ones(len(self.n), dtype=bool), self.n > 1]), SETS)
+        self.usable = np.concatenate([np.ones(len(self.n), dtype=bool), self.n > 1])
         alike = np.append(np.ones_like(self.n), np.zeros_like(self.n))  # the busiest rank of every part
-        self.start: Array = np.tile(alike / (alike @ self.each), SETS)
-        dealt = boxes.how == BATCH
-        often = np.bincount(boxes.line, weights=boxes.times, minlength=len(dealt))[dealt]
-        self.spent: Array = often @ boxes.whole[dealt] / self.n  # by every part (J,), for all that the batch deals out
-        self._remember(self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF)))
+        self.start: Array = np.tile(alike / (alike @ self.each), self.sets)
+        self.often = np.bincount(boxes.line, weights=boxes.times, minlength=len(boxes.how))  # if all were chosen
+        self._remember(self.solver.solve(FIRST, start=boxes.relaxed.solver.basis))
+        assert self.points, "the relaxation has an optimum"
 
     # -- boxes -------------------------------------------------------------------------------------------------------
 
-    def halves(self, box: Box) -> list[Box]:
+    def halves(self, box: Box, point: _Point) -> list[Box]:
         """Both halves of a box, as small as the sum of all parts lets them be; nothing where no time is left open."""
-        low, high = self.boxes.fractions(box)
-        open_s = (high - low) * self.spent
-        i = int(open_s.argmax())
-        if open_s[i] <= 0 or box.high[i] == box.low[i]:
+        spent = self._spent(point)
+        open_s = np.array([(g.high - g.low) * own for g, own in zip(self.boxes.fractions(box), spent, strict=True)])
+        k, i = (int(at) for at in np.unravel_index(open_s.argmax(), open_s.shape))
+        if open_s[k, i] <= 0 or box.high[k][i] == box.low[k][i]:
             return []
-        middle = (box.low[i] + box.high[i]) // 2
-        lower = Box(box.low, (*box.high[:i], middle, *box.high[i + 1 :]))
-        upper = Box((*box.low[:i], middle + 1, *box.low[i + 1 :]), box.high)
-        return [half for half in (self.tightened(lower), self.tightened(upper)) if half is not None]
+        return self._halved(box, k, i)
 
-    def tightened(self, box: Box) -> Box | None:
-        """The same vectors in the smallest box; None if there are none."""
-        low, high = list(box.low), list(box.high)
+    def _halved(self, box: Box, k: int, i: int) -> list[Box]:
+        low, high = box.low[k], box.high[k]
+        middle = (low[i] + high[i]) // 2
+        rows = (low, (*high[:i], middle, *high[i + 1 :])), ((*low[:i], middle + 1, *low[i + 1 :]), high)
+        halves = [self.tightened(box, k, *row) for row in rows]
+        return [half for half in halves if half is not None]
+
+    def _spent(self, point: _Point) -> list[Array]:
+        """By the ranks of every part (J,), for what each group deals out in a solution, if all of it were theirs; where
+        the batch alone has boxes, for all that it may deal out."""
+        groups = [self.boxes.how == k for k in range(self.boxes.other)]
+        times = self.often if len(groups) == 1 else point.times
+        return [times[of] @ self.boxes.whole[of] / self.n for of in groups]
+
+    def tightened(self, box: Box, k: int, low: tuple[int, ...], high: tuple[int, ...]) -> Box | None:
+        """The vectors of ``box`` whose group k is between these, in the smallest box; None if there are none."""
+        least, most = list(low), list(high)
         before = None
-        while before != (low, high):
-            before = (list(low), list(high))
-            self._most(low, high)
-            samples = self.boxes.samples
+        while before != (least, most):
+            before = (list(least), list(most))
+            if k == 0:
+                self._most(least, most)
+            atoms = self.boxes.atoms[k]
             for j in range(len(self.n)):
-                low[j] = max(low[j], samples - (sum(high) - high[j]))
-                high[j] = min(high[j], samples - (sum(low) - low[j]))
-            if any(down > up for down, up in zip(low, high, strict=True)):
+                least[j] = max(least[j], atoms - (sum(most) - most[j]))
+                most[j] = min(most[j], atoms - (sum(least) - least[j]))
+            if any(down > up for down, up in zip(least, most, strict=True)):
                 return None
-        return Box(tuple(low), tuple(high))
+        return Box(*((*side[:k], tuple(own), *side[k + 1 :]) for side, own in zip(box, (least, most), strict=True)))
 
     def _most(self, low: list[int], high: list[int]) -> None:
         """The host with most of the batch has no less than the mean of the others of its kind."""
@@ -154,46 +239,48 @@ class _Cases:
 
     # -- bounds ------------------------------------------------------------------------------------------------------
 
-    def bound_s(self, box: Box, known_s: float, enough_s: float) -> float:
-        """Of all plans whose sizes lie in the box, for which ``known_s`` is proved. More than ``enough_s`` is not asked
-        for."""
-        best_s, cuts = known_s, list[Array]()
-        for _ in range(TRIES):
+    def bound_s(self, box: Box, known_s: float, enough_s: float) -> tuple[float, _Point]:
+        """Of all plans whose sizes lie in the box, for which ``known_s`` is proved, and a solution, in it where one is
+        found. More than ``enough_s`` is not asked for."""
+        best_s, point, cuts = known_s, self.points[-1], list[Array]()
+        for number in range(TRIES):
             self.start, promised_s = self.weights(box, cuts)
-            if promised_s <= best_s * (1 + WORTH):
+            if number and promised_s <= best_s * (1 + WORTH):
                 break
             price = self.boxes.coefficients(box, self.start) @ self.start
             self.solver.minimise(self.boxes.cost_ms(box, price))
-            solved = self.solver.solve(seeded(lp_algorithm=DUAL, presolve=OFF))
+            solved = self.solver.solve(NEXT)
             if solved is None or not solved.is_optimal:
                 break
-            best_s = max(best_s, solved.bound / MS * (1 - SAFETY))
             self._remember(solved)
+            found_s = solved.bound / MS * (1 - SAFETY)
+            if number == 0 or found_s > best_s:
+                best_s, point = max(best_s, found_s), self.points[-1]
             if best_s >= enough_s:
                 break
-        return best_s
+        return best_s, point
 
     def _remember(self, solved: Solution | None) -> None:
         if solved is not None and solved.is_optimal:
             x, boxes = solved.values, self.boxes
             paid = boxes.times * x[boxes.variable]
             times: Array = np.bincount(boxes.line, weights=paid, minlength=len(boxes.how)).astype(np.float64)
-            self.points.append(_Point(times, float(boxes.wire @ x) / MS, float(boxes.crossing @ x)))
+            self.points.append(_Point(times, float(boxes.wire @ x) / MS, boxes.crossing @ x))
 
     def weights(self, box: Box, cuts: list[Array]) -> tuple[Array, float]:
-        """Weights (S 2 J,) under which all solutions so far cost most, at most as much as the second figure says.
+        """Weights (S 2 J,) under which the last solutions cost most, at most as much as the second figure says.
         ``cuts``: what was found out about the box."""
-        crossing_s = self.boxes.crossing_s(box)
-        fixed = [p.wire_s + p.crossing_bytes * crossing_s for p in self.points]
-        every = np.array([p.times for p in self.points])
+        crossing_s, points = self.boxes.crossing_s(box), self.points[-POINTS:]
+        fixed = [p.wire_s + float(p.crossing_bytes @ crossing_s) for p in points]
+        every = np.array([p.times for p in points])
         tried, best, best_s, promised_s = self.start, self.start, -np.inf, np.inf
         for _ in range(CUTS):
             slopes = every @ self.boxes.coefficients(box, tried)
             seconds = slopes @ tried + fixed
             if seconds.min() > best_s:
                 best, best_s = tried, float(seconds.min())
-            cuts += [np.append(slope, constant) for slope, constant in zip(slopes, fixed, strict=True)]
-            found = self._master(np.array(cuts))
+            cuts += [np.append(slopes[at], fixed[at]) for at in seconds.argsort(kind="stable")[:NEWEST]]
+            found = self._master(np.array(cuts), self.boxes.restricted(box))
             if found is None:
                 break
             ahead, promised_s = found
@@ -202,10 +289,14 @@ class _Cases:
             tried = (best + ahead) / 2  # the best that the cuts allow is often far off
         return best, promised_s
 
-    def _master(self, cuts: Array) -> tuple[Array, float] | None:
+    def _master(self, cuts: Array, groups: Sequence[int]) -> tuple[Array, float] | None:
         """Weights that make the least of the cuts (K, W + 1), the last column constant, largest, and that least; None
-        if the solver ends without them for want of precision."""
-        slopes, constant = cuts[:, :-1][:, self.usable] * MS, cuts[:, -1] * MS
+        if the solver ends without them for want of precision. These groups have sets of their own, all others one."""
+        by_set = cuts[:, :-1].reshape(len(cuts), self.sets, -1)
+        own = [by_set[:, k] for k in groups]
+        own.append(by_set[:, [k for k in range(self.sets) if k not in groups]].sum(axis=1))
+        usable = np.tile(self.usable, len(own))
+        slopes, constant = np.concatenate(own, axis=1)[:, usable] * MS, cuts[:, -1] * MS
         slopes = np.where(slopes > TINY * slopes.max(), slopes, 0.0)  # the solver gives up on the very small
         k, w = slopes.shape
         proto = model_pb2.ModelProto(name="weights")
@@ -216,16 +307,19 @@ class _Cases:
         proto.objective.maximize = True
         proto.objective.linear_coefficients.ids.append(w)
         proto.objective.linear_coefficients.values.append(1.0)
-        proto.linear_constraints.ids.extend(range(k + SETS))
-        proto.linear_constraints.lower_bounds.extend([*[1.0] * SETS, *(-constant).tolist()])
-        proto.linear_constraints.upper_bounds.extend([*[1.0] * SETS, *[np.inf] * k])
-        sums = np.kron(np.eye(SETS), self.each)[:, self.usable]  # every set adds up to one
-        ones = np.append(sums, np.zeros((SETS, 1)), axis=1)
+        proto.linear_constraints.ids.extend(range(k + len(own)))
+        proto.linear_constraints.lower_bounds.extend([*[1.0] * len(own), *(-constant).tolist()])
+        proto.linear_constraints.upper_bounds.extend([*[1.0] * len(own), *[np.inf] * k])
+        sums = np.kron(np.eye(len(own)), self.each)[:, usable]  # every set adds up to one
+        ones = np.append(sums, np.zeros((len(own), 1)), axis=1)
         fill_matrix(proto, [], np.concatenate([ones, np.append(slopes, np.full((k, 1), -1.0), axis=1)]), 0)
         solved = solve_once(proto)
         if solved is None:
             return None
-        found = np.zeros(len(self.usable))
-        found[self.usable] = np.maximum(0.0, solved.values[:w])
-        by_set = found.reshape(SETS, -1)
-        return (by_set / (by_set @ self.each)[:, None]).ravel(), solved.objective / MS
+        found = np.zeros(len(usable))
+        found[usable] = np.maximum(0.0, solved.values[:w])
+        sets = found.reshape(len(own), -1)
+        sets = sets / (sets @ self.each)[:, None]
+        every = np.repeat(sets[-1:], self.sets, axis=0)
+        every[list(groups)] = sets[:-1]
+        return every.ravel(), solved.objective / MS

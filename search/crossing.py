@@ -1,13 +1,22 @@
-"""What an all-to-all between shards of two dims takes at least, where a box says how much of the batch each host has.
+"""What an all-to-all between shards of two dims takes at least, where a box says how much of a group each host has.
 
 It carries rho_i sigma_j B bytes from rank i to rank j: for a host with x of the one group and y of the other out of it
-x (1 - y) B and into it (1 - x) y B, at ``up`` and ``down`` bytes/s. As nothing is known of y, one of the two takes at
-least
+x (1 - y) B and into it (1 - x) y B, at ``up`` and ``down`` bytes/s. So it takes at least
 
-    B x (1 - x) / (x down + (1 - x) up)                                                              (whatever)
+    B max(x (1 - y) / up, (1 - x) y / down)                                                              (one host)
 
-which between the ends of a box is nowhere less than at one of them (its inverse is convex in x). From y to x ``up`` and
-``down`` change places; of both ways the smaller counts.
+For a given x the first falls and the second rises with y, so the y in the box that is nearest to where they are equal
+is the best; and where they are equal,
+
+    B x (1 - x) / (x down + (1 - x) up)                                                                  (balanced)
+
+which between two x is nowhere less than at one of them (its inverse is convex in x), while with y at an end of the box
+the larger of both falls until they are equal, and then rises. So only the ends of x count, and the x at which both are
+equal with y at an end. Of all hosts s together leave
+
+    B (1 - sum_s x_s y_s),        sum_s x_s y_s <= max over x in the box of sum_s x_s max(y_s)           (all hosts)
+
+by all ways out, and likewise with x and y in each other's place. Of a group between two of its own dims x = y.
 """
 
 from __future__ import annotations
@@ -37,10 +46,17 @@ class Part(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Samples of every part, from ``low`` to ``high`` (J,)."""
+    """Atoms of every group on every part, from ``low`` to ``high`` (G, J); the batch is the first group."""
 
-    low: tuple[int, ...]
-    high: tuple[int, ...]
+    low: tuple[tuple[int, ...], ...]
+    high: tuple[tuple[int, ...], ...]
+
+
+class Fractions(NamedTuple):
+    """Of one group, on every part: from ``low`` to ``high`` (J,)."""
+
+    low: Array
+    high: Array
 
 
 class Port(NamedTuple):
@@ -53,21 +69,60 @@ class Port(NamedTuple):
     down: float
 
 
-def crossing_s(ports: Sequence[Port], low: Array, high: Array) -> float:
-    """Seconds a byte that an all-to-all between the batch and another group takes at least, from fractions (J,)."""
+Range = tuple[float, float]
+
+
+def crossing_s(ports: Sequence[Port], source: Fractions, target: Fractions, hosts: int) -> float:
+    """Seconds a byte that an all-to-all between two groups takes at least. The same object twice is one group's, from
+    one of its dims to another. ``hosts``: as many have ways of their own, or ranks where there is one host."""
     found = 0.0
     for port in ports:
-        parts = list(port.parts)
-        # some set of these parts has no less than the mean
-        ends = float(low[parts].sum()) / port.alike, min(1.0, float(high[parts].sum()))
-        ways = ((port.up, port.down), (port.down, port.up))
-        found = max(found, min(whatever(x, *way) for x in ends for way in ways))
+        x, y = _inside(port, source), _inside(port, target)
+        if source is target:
+            found = max(found, min(_itself(end, port) for end in (x[0] / port.alike, x[1])))
+        elif port.alike == 1:
+            found = max(found, of_host(x, y, port.up, port.down))
+        else:  # some set of these parts has no less than the mean of the one, and some of the other
+            found = max(found, of_host((x[0] / port.alike, x[1]), (0.0, y[1]), port.up, port.down))
+            found = max(found, of_host((0.0, x[1]), (y[0] / port.alike, y[1]), port.up, port.down))
+    if sum(port.alike for port in ports) == hosts:
+        stays = min(_most_staying(ports, source, target), _most_staying(ports, target, source))
+        rate = min(sum(p.alike * p.up for p in ports), sum(p.alike * p.down for p in ports))
+        found = max(found, (1.0 - stays) / rate)
     return found
 
 
-def whatever(x: float, up: float, down: float) -> float:
-    """Seconds a byte of an all-to-all, at least, that ranks with x of a group take part in."""
-    return 0.0 if x in (0.0, 1.0) else x * (1 - x) / (x * down + (1 - x) * up)
+def of_host(x: Range, y: Range, up: float, down: float) -> float:
+    """Seconds a byte of an all-to-all, at least, that a host with such parts of two groups takes part in."""
+    alike = (end * up / (end * up + (1 - end) * down) for end in y)  # where both ways take as long
+    return min(_at(min(max(at, x[0]), x[1]), y, up, down) for at in (*x, *alike))
+
+
+def _at(x: float, y: Range, up: float, down: float) -> float:
+    best = min(max(x * down / (x * down + (1 - x) * up), y[0]), y[1])
+    return max(x * (1 - best) / up, (1 - x) * best / down)
+
+
+def _itself(x: float, port: Port) -> float:
+    return x * (1 - x) / min(port.up, port.down)
+
+
+def _inside(port: Port, group: Fractions) -> Range:
+    """The part of a group that is on the port's parts."""
+    parts = list(port.parts)
+    return min(1.0, float(group.low[parts].sum())), min(1.0, float(group.high[parts].sum()))
+
+
+def _most_staying(ports: Sequence[Port], one: Fractions, other: Fractions) -> float:
+    """What stays where it is at most, where hosts have the most that they may of the other group: as much of the one as
+    there may be where that is most."""
+    ranges = sorted(((_inside(p, other)[1], *_inside(p, one)) for p in ports), reverse=True)
+    left, found = 1.0 - sum(low for _, low, _ in ranges), 0.0
+    for most, low, high in ranges:
+        taken = min(max(left, 0.0), high - low)
+        left -= taken
+        found += (low + taken) * most
+    return min(1.0, found)
 
 
 def find_parts(facts: Facts) -> tuple[Part, ...]:

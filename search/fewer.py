@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -160,6 +160,15 @@ class Tried:
         number, planned = chosen
         found: float = self.beside.answer(self.beside.ask("raised_s", Aim.at(number, planned.best)))
         return found
+
+    def proofs(self) -> Iterator[float]:
+        """Bounds below all plans on every one of the clusters, each at least as near to the best plan as the last; none
+        where no more is asked for than there is."""
+        chosen, most = self.best(), self.searches[0].limits.boxes
+        assert chosen is not None, "asked of what is planned"
+        number, planned = chosen
+        if most:  # from the beginning: what was asked before, and where, is not seen in what is found
+            yield from LeastBound(self.searches).proofs(Aim.at(number, planned.best), most)
 
     def compute_s(self, number: int) -> float:
         """What the cluster's devices compute for, perfectly dealt out."""

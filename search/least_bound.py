@@ -3,17 +3,18 @@
 Of each cluster the relaxation's is known, or the one of computing alone while that shows that it is not the least. As
 long as the least of them is far below the plan it is raised, by ``masses`` where other strategies would be cheaper only
 because exchanges are free, or case by case over the batch's sizes (``cases``). What was raised for one plan is not
-raised again for the next: a search asks about what it sees first, and in the end about its plan.
+raised again for the next: a search asks about what it sees first, and in the end about its plan. ``proofs`` go on with
+the cases of whichever cluster has the least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hap.cost_models.sequence import ConversionCost
 from hap.plan import Strategy
-from hap.search.cases import SHORT_OF, bound_by_cases
+from hap.search.cases import SHORT_OF, Cases, bound_by_cases
 from hap.search.found import Found
 from hap.search.masses import Masses
 from hap.search.relaxation import lower_bound, relaxation
@@ -120,6 +121,22 @@ class LeastBound:
         found_s = bound_by_cases(self.searches[number].problem.facts, known_s, step_s)
         self._by_cases[number] = found_s, step_s
         return found_s
+
+    def proofs(self, aim: Aim, most: int) -> Iterator[float]:
+        """Raised for this plan, and then after each of at most so many boxes of the batch's and other groups' sizes,
+        until it is near the plan's step, or no box is left."""
+        yield self.raised_s(aim)
+        known, cases = self._rough(), dict[int, Cases | None]()
+        for _ in range(most):
+            least, known_s = self._least(known)
+            if known_s >= (1 - SHORT_OF) * aim.step_s:
+                return
+            if least not in cases:
+                cases[least] = Cases.of(self.searches[least].problem.facts, self.bound_s(least), alone=False)
+            if (own := cases[least]) is None or not own.step(aim.step_s):
+                return
+            known[least] = max(known_s, own.bound_s)
+            yield self._least(known)[1]
 
     def _is_dear(self, aim: Aim) -> bool:
         """Whether other strategies would be much cheaper than those of the plan, relaxed. If not, what the relaxation

@@ -36,7 +36,7 @@ from hap.cost_models.compute import Parts, parts_coefficients, parts_seconds
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
 from hap.search.bound import by_speed, computes_like, device_classes, weighted_bound
-from hap.search.cases import find_shared
+from hap.search.cases import find_main, find_shared
 from hap.search.chain import find_chain
 from hap.search.classes import find_colours
 from hap.search.crossing import find_parts, find_ports
@@ -47,7 +47,6 @@ from hap.search.relaxation import SAFETY, Relaxation
 
 SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
 ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
-MUCH = 0.1  # of all work: of groups that can deal out less it is not asked where they lie
 RADIUS = 3  # of the colours that types are. A finer partition takes several times as long and shows hardly more; by a
 # coarser one, layers of two kinds in turn have attention in common, and what goes from one kind to the other is lost
 PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
@@ -118,7 +117,7 @@ class _Doubled:
 
     @classmethod
     def _find(cls, facts: Facts) -> _Doubled:
-        shared, lying = _main(facts, find_shared(facts, facts.colours[RADIUS])), _Lying()
+        shared, lying = find_main(facts, find_shared(facts, facts.colours[RADIUS])), _Lying()
         where: dict[str, tuple[tuple[int, str], ...]] = {}
         candidates: dict[str, tuple[Strategy, ...]] = {}
         for name, options in facts.candidates.items():
@@ -126,21 +125,6 @@ class _Doubled:
             where[name] = tuple(pairs)
             candidates[name] = tuple(lying.strategy(options[i], w) for i, w in pairs)
         return cls(candidates, where, find_colours(facts.graph, candidates, radius=RADIUS))
-
-
-def _main(facts: Facts, shared: Collection[str]) -> list[str]:
-    """Those of the groups by which at least ``MUCH`` of all work can be dealt out."""
-    device, possible, total_s = facts.cluster.devices[0], dict.fromkeys(shared, 0.0), 0.0
-    for node in facts.graph.nodes:
-        if node.is_source:
-            continue
-        options = [facts.parts(node.name, option) for option in facts.candidates[node.name]]
-        seconds = parts_seconds(options[0], 1.0, device)
-        total_s += seconds
-        for group in {p.group: None for p in options}:
-            if group in possible:
-                possible[group] += seconds
-    return [group for group, seconds in possible.items() if seconds >= MUCH * total_s]
 
 
 def _places(option: Strategy, shared: Collection[str]) -> tuple[str, ...]:

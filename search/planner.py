@@ -89,11 +89,15 @@ def plan_graph(
             lower_bound_s = tried.raised_bound_s()
         else:
             _plan_whole(tried, 0)
-            if effort == "normal":
+            if effort != "quick":
                 progress.say("asking whether fewer devices would do")
                 search, _, overlapped_s = planned = tried.planned[0]
                 as_run = overlapped_s is not None
                 advice = advise(search.problem, planned.as_run_s, as_run, partial(search.alone_s, as_run=as_run))
+        for proved_s in tried.proofs():
+            lower_bound_s = max(proved_s, lower_bound_s or 0.0)
+            progress.say(partial(_proved, lower_bound_s, tried.best()))
+            progress.check()
     except (KeyboardInterrupt, OutOfTime) as e:
         if tried.best() is None and isinstance(e, OutOfTime):
             raise PlanError(
@@ -122,6 +126,11 @@ def plan_graph(
         overlapped_s=overlapped_s,
         recomputed=best.recomputed,
     )
+
+
+def _proved(bound_s: float, best: tuple[int, Planned] | None) -> str:
+    assert best is not None
+    return f"raising the lower bound, at most {1 - bound_s / best[1].best.cost[1]:.1%} from the best"
 
 
 def _plan_whole(tried: Tried, number: int) -> None:

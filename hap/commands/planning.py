@@ -19,7 +19,10 @@ def plan(
     batch: Batch = 8,
     seq: SequenceLength = None,
     optimizer: Annotated[str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, ...")] = "adamw",
-    effort: Annotated[Literal["quick", "normal"], typer.Option(help="How long to search.")] = "normal",
+    effort: Annotated[
+        Literal["quick", "normal", "thorough"],
+        typer.Option(help="How long to search; thorough: and to prove how near the best plan is."),
+    ] = "normal",
     method: Annotated[
         Literal["milp", "astar"],
         typer.Option(help="Strategies by an integer program, or synthesised by A*, which takes longer."),

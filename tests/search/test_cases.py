@@ -13,8 +13,8 @@ from hap.placement import Shard, Sizes
 from hap.rules.choices import Choices
 from hap.search import plan_graph
 from hap.search.boxes import Boxes, _dealt
-from hap.search.cases import _Cases, bound_by_cases, find_batch, find_shared
-from hap.search.crossing import Box, crossing_s, whatever
+from hap.search.cases import Cases, _Bounds, bound_by_cases, find_batch, find_main, find_shared
+from hap.search.crossing import Box, Fractions, crossing_s, of_host
 from hap.search.pins import Pins
 from hap.search.prices import Facts
 from hap.search.relaxation import lower_bound, relaxation
@@ -39,12 +39,14 @@ MIXED = hosts(
 )
 
 
-def cases(devices: ClusterSpec, found: Choices | None = None) -> _Cases:
+def cases(devices: ClusterSpec, found: Choices | None = None, *, alone: bool = True) -> _Bounds:
     found = found or mlp(batch=24, width=16)
     facts = Facts(found.graph, found.strategies, devices, "adamw")
     relaxed, batch = relaxation(facts), find_batch(facts)
-    assert batch is not None
-    return _Cases(Boxes(facts, relaxed, batch), relaxed.solver)
+    assert batch is not None and relaxed.seconds is not None
+    shared = find_shared(facts, relaxed.fine)
+    others = [] if alone else [(g, shared[g]) for g in find_main(facts, shared) if g != batch[0]]
+    return _Bounds(Boxes(facts, relaxed, (batch, *others)))
 
 
 def test_alike_hosts_are_the_one_with_most_of_the_batch_and_the_others() -> None:
@@ -64,22 +66,39 @@ def test_every_vector_of_sizes_stays_in_one_of_the_halves() -> None:
         for a, b in itertools.product(range(13), repeat=2)
         if 0 <= 12 - a - b <= 2 * b  # the two others have no more than the first, each
     ]
-    boxes, search.spent = [search.boxes.everything], np.random.default_rng(0).random(3)
+    boxes, search.often = [search.boxes.everything], np.random.default_rng(0).random(len(search.often))
     for _ in range(8):
-        boxes = [half for box in boxes for half in (search.halves(box) or [box])]
+        boxes = [half for box in boxes for half in (search.halves(box, search.points[0]) or [box])]
     for vector in own:
-        held = [all(low <= x <= high for low, x, high in zip(b.low, vector, b.high, strict=True)) for b in boxes]
+        held = [all(low <= x <= high for low, x, high in zip(b.low[0], vector, b.high[0], strict=True)) for b in boxes]
         assert sum(held) == 1
+
+
+def test_every_pair_of_vectors_stays_in_one_of_the_halves() -> None:
+    """Of two groups on two devices, each with all that it may have."""
+    search = cases(cluster((2, "16GB"), (1, "16GB")), mixer(4, 4, 64), alone=False)
+    assert len(search.boxes.groups) >= 2
+    boxes, rng = [search.boxes.everything], np.random.default_rng(0)
+    for _ in range(7):
+        point = search.points[0]._replace(times=rng.random(len(search.often)))
+        boxes = [half for box in boxes for half in (search.halves(box, point) or [box])]
+    assert len({box.low[0] for box in boxes}) > 1 and len({box.low[1] for box in boxes}) > 1
+    for _ in range(2_000):
+        vectors, held = [int(rng.integers(n + 1)) for n in search.boxes.atoms], 0
+        for low, high in boxes:
+            pairs = zip(low, high, vectors, search.boxes.atoms, strict=True)
+            held += all(a[0] <= x <= b[0] and a[1] <= n - x <= b[1] for a, b, x, n in pairs)
+        assert held == 1
 
 
 def test_boxes_are_split_along_the_part_that_has_most_to_do() -> None:
     search = cases(MIXED, mixer(12, 4, 8))
-    box = search.boxes.everything
-    search.spent = np.array([1.0, 0.5, 0.5])
-    first, second = search.halves(box)
-    assert first.high[0] < box.high[0] and second.low[0] == first.high[0] + 1
-    search.spent = np.zeros(3)
-    assert search.halves(box) == []
+    box, width = search.boxes.everything, search.boxes.whole.copy()
+    search.boxes.whole = width * np.array([1.0, 0.0, 0.0])
+    first, second = search.halves(box, search.points[0])
+    assert first.high[0][0] < box.high[0][0] and second.low[0][0] == first.high[0][0] + 1
+    search.boxes.whole = 0 * width
+    assert search.halves(box, search.points[0]) == []
 
 
 def test_what_is_left_goes_where_it_costs_least() -> None:
@@ -95,23 +114,58 @@ def test_what_is_left_goes_where_it_costs_least() -> None:
 
 
 def test_an_all_to_all_between_halves_by_hand() -> None:
-    """A host with half the batch, both ways at 2 bytes/s: with half of the other group a quarter goes out of it."""
-    assert whatever(0.5, 2.0, 2.0) == pytest.approx(0.25 / 2)
-    assert whatever(1.0, 2.0, 2.0) == whatever(0.0, 2.0, 2.0) == 0.0
+    """A host with half the batch, both ways at 2 bytes/s: with half of the other group a quarter goes out of it. With
+    all of the batch and at most 3/4 of the other group, a quarter; with 3/4 to all of both, nothing need."""
+    anything = (0.0, 1.0)
+    assert of_host((0.5, 0.5), anything, 2.0, 2.0) == pytest.approx(0.25 / 2)
+    assert of_host((1.0, 1.0), anything, 2.0, 2.0) == of_host((0.0, 0.0), anything, 2.0, 2.0) == 0.0
+    assert of_host((1.0, 1.0), (0.0, 0.75), 2.0, 1.0) == pytest.approx(0.25 / 2)
+    assert of_host((0.75, 1.0), (0.75, 1.0), 2.0, 2.0) == 0.0
 
 
-def test_no_shares_of_another_group_make_an_all_to_all_cheaper() -> None:
+def test_no_parts_of_a_host_in_a_box_take_less() -> None:
+    """Against a grid of parts, at unlike speeds both ways."""
+    rng = random.Random(0)
+    for _ in range(200):
+        x, y = (tuple(sorted((rng.random(), rng.random()))) for _ in range(2))
+        up, down = rng.uniform(0.5, 4), rng.uniform(0.5, 4)
+        grid = itertools.product(np.linspace(*x, 40), np.linspace(*y, 40))
+        best = min(max(a * (1 - b) / up, (1 - a) * b / down) for a, b in grid)
+        least = of_host((x[0], x[1]), (y[0], y[1]), up, down)
+        assert least <= best + 1e-12 and best - least < 0.05
+
+
+@pytest.mark.parametrize("width", [0.0, 0.2])
+def test_no_shares_make_an_all_to_all_cheaper(width: float) -> None:
+    """Where the box says what hosts have of one group, of the other, or of both, to a point or within a range."""
     search, rng, nbytes = cases(MIXED), random.Random(1), 1 << 24
     one, other = Shard(0, 1, 24, 1, "one"), Shard(1, 1, 24, 1, "other")
+    free, hosts_of = Fractions(np.zeros(3), np.ones(3)), search.boxes.hosts
+    raised = 0
     for _ in range(60):
         rho = round_shares([rng.random() ** 3 + 1e-3 for _ in range(8)], 24)
         sigma = round_shares([rng.random() ** 3 + 1e-3 for _ in range(8)], 24)
-        for sizes in ({"one": rho, "other": sigma}, {"one": rho, "other": rho}):
-            at = np.array(totals(sizes["one"], rho)) / 24
-            least_s = crossing_s(search.boxes.ports, at, at) * nbytes
-            for source, target in ((one, other), (other, one)):
-                seconds = collective_seconds("all_to_all", "direct", nbytes, source, target, sizes, MIXED)
-                assert least_s <= seconds * (1 + 1e-9)
+        for mine, theirs in ((rho, sigma), (rho, rho)):
+            at, there = (around(np.array(totals(sizes, rho)) / 24, width) for sizes in (mine, theirs))
+            sizes = {"one": mine, "other": theirs}
+            seconds = collective_seconds("all_to_all", "direct", nbytes, one, other, sizes, MIXED)
+            known = [
+                crossing_s(search.boxes.ports, *pair, hosts_of) for pair in ((at, free), (free, there), (at, there))
+            ]
+            assert max(known) * nbytes <= seconds * (1 + 1e-9)
+            assert known[2] >= max(known[:2]) * (1 - 1e-9)
+            raised += known[2] > 1.2 * max(known[:2])
+        both = crossing_s(search.boxes.ports, at, at, hosts_of)
+        sizes = {"one": rho}
+        itself = Shard(1, 1, 24, 1, "one")
+        assert both * nbytes <= collective_seconds("all_to_all", "direct", nbytes, one, itself, sizes, MIXED) * (
+            1 + 1e-9
+        )
+    assert raised > 10
+
+
+def around(at: np.ndarray, width: float) -> Fractions:
+    return Fractions(np.maximum(at - width, 0.0), np.minimum(at + width, 1.0))
 
 
 def totals(sizes: Sizes, batch: Sizes) -> tuple[int, ...]:
@@ -121,18 +175,20 @@ def totals(sizes: Sizes, batch: Sizes) -> tuple[int, ...]:
     return fast, slow[most], sum(slow) - slow[most]
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_bound_of_a_point_is_below_random_plans_of_these_sizes(seed: int) -> None:
-    """Of the batch the parts have exactly what the plan gives them; other groups have sizes of their own. And below the
-    plan whose strategies are the best for these sizes."""
+def test_the_bound_of_a_point_is_below_random_plans_of_these_sizes(seed: int, alone: bool) -> None:
+    """Of the groups with boxes the parts have exactly what the plan gives them; others have sizes of their own. And
+    below the plan whose strategies are the best for these sizes."""
     rng = random.Random(seed)
     found = mixer(6, 4, rng.choice([8, 64]))
-    search = cases(MIXED, found)
-    batch = search.boxes.group
+    search = cases(MIXED, found, alone=alone)
+    names = [name for name, _ in search.boxes.groups]
+    assert alone or len(names) > 1
     for _ in range(4):
         sizes = {g: round_shares([rng.random() ** 4 for _ in range(8)], group.n) for g, group in found.groups.items()}
-        at = totals(sizes[batch], sizes[batch])
-        bound_s = search.bound_s(Box(at, at), 0.0, float("inf"))
+        at = tuple(totals(sizes[name], sizes[names[0]]) for name in names)
+        bound_s, _ = search.bound_s(Box(at, at), 0.0, float("inf"))
         assert 0 < bound_s <= plan_graph(found, MIXED, pins=Pins(sizes=sizes)).predicted.step_s
         for _ in range(20):
             strategies = random_strategies(found, rng)
@@ -149,11 +205,33 @@ def test_below_random_plans(seed: int) -> None:
     base = lower_bound(facts)
     assert base is not None
     bound_s = bound_by_cases(facts, base.seconds, float("inf"))
-    assert bound_s >= base.seconds
+    every = Cases.of(facts, base.seconds, alone=False)
+    assert bound_s >= base.seconds and every is not None
+    for _ in range(60):
+        before = every.bound_s
+        if not every.step(float("inf")):
+            break
+        assert every.bound_s >= before
     for _ in range(40):
         strategies = random_strategies(found, rng)
         sizes = {name: round_shares(_ratios(rng, devices), g.n) for name, g in found.groups.items()}
-        assert bound_s <= evaluate(found.graph, strategies, sizes, devices).step_s
+        assert max(bound_s, every.bound_s) <= evaluate(found.graph, strategies, sizes, devices).step_s
+
+
+def test_where_the_batch_lies_together_other_groups_are_split() -> None:
+    """On one of two devices lies the whole batch: dealt out by positions a mixer could still use both, and exchanges
+    with the batch would be free only if the positions lay there, too."""
+    found, devices = mixer(2, 64, 512), cluster((1, "16GB"), (1, "16GB"), network="1GB/s")
+    facts = Facts(found.graph, found.strategies, devices, "adamw")
+    known_s = lower_bound(facts).seconds
+    step_s = plan_graph(found, devices).predicted.step_s
+    alone, every = (Cases.of(facts, known_s, alone=alone) for alone in (True, False))
+    assert alone is not None and every is not None
+    for one in (alone, every):
+        for _ in range(200):
+            if not one.step(step_s):
+                break
+    assert alone.bound_s < every.bound_s <= step_s
 
 
 def test_whole_samples_count() -> None:

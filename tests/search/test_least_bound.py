@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
@@ -17,7 +19,7 @@ from hap.search.planner import Search
 from hap.search.prices import Facts
 from hap.search.problem import Problem
 from hap.search.relaxation import lower_bound
-from tests.search.models import gpt2, mlp
+from tests.search.models import gpt2, mixer, mlp
 from tests.search.test_fewer import MODEL, alone, mixed, nested
 from tests.search.test_masses import hosts
 
@@ -75,3 +77,31 @@ def test_an_interrupt_while_the_bound_is_raised_keeps_the_plan(monkeypatch: pyte
     assert (plan.strategies, plan.sizes, plan.devices) == (whole.strategies, whole.sizes, whole.devices)
     assert plan.provenance.solver["stopped"] is True
     assert plan.predicted.lower_bound_s == pytest.approx(min(bound_s(found, devices), bound_s(found, alone())))
+
+
+@pytest.mark.parametrize("leave_out", [False, True])
+def test_thorough_finds_the_same_plan_and_proves_more(leave_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where there is a second process, and if it is interrupted, what was proved until then."""
+    found, devices = mixer(2, 64, 512), hosts((1, 1), (1, 1), network="1GB/s")
+    normal = plan_graph(found, devices, leave_out=leave_out)
+    thorough = plan_graph(found, devices, leave_out=leave_out, effort="thorough")
+    alike = {"lower_bound_s": None}
+    assert thorough.model_copy(update={"predicted": thorough.predicted.model_copy(update=alike)}) == normal.model_copy(
+        update={"predicted": normal.predicted.model_copy(update=alike)}
+    )
+    least, more = normal.predicted.lower_bound_s, thorough.predicted.lower_bound_s
+    assert least is not None and more is not None and 1.02 * least < more <= thorough.predicted.step_s
+    with monkeypatch.context() as patched:
+        patched.setattr("hap.search.fewer.FEWEST_NODES", 0)
+        assert plan_graph(found, devices, leave_out=leave_out, effort="thorough") == thorough
+
+    proofs = LeastBound.proofs
+
+    def interrupted(self: LeastBound, aim: Aim, most: int) -> Iterator[float]:
+        yield from itertools.islice(proofs(self, aim, most), 12)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LeastBound, "proofs", interrupted)
+    stopped = plan_graph(found, devices, leave_out=leave_out, effort="thorough")
+    assert stopped.provenance.solver["stopped"] is True and stopped.strategies == normal.strategies
+    assert stopped.predicted.lower_bound_s is not None and least <= stopped.predicted.lower_bound_s <= more

@@ -67,14 +67,14 @@ def bound_by_cases(facts: Facts, known_s: float, enough_s: float, *, most: int =
 class Cases:
     """The boxes of one cluster so far. ``bound_s`` is proved, and rises."""
 
-    def __init__(self, boxes: Boxes, known_s: float) -> None:
-        self._bounds, self._numbers = _Bounds(boxes), itertools.count(1)
-        self._heap = [_Open(known_s, 0, boxes.everything, self._bounds.points[-1])]
+    def __init__(self, bounds: _Bounds, known_s: float) -> None:
+        self._bounds, self._numbers = bounds, itertools.count(1)
+        self._heap = [_Open(known_s, 0, bounds.boxes.everything, bounds.points[-1])]
 
     @classmethod
     def of(cls, facts: Facts, known_s: float, *, alone: bool) -> Cases | None:
-        """Of the batch ``alone``, or of other groups, too. None where the batch cannot be dealt out, or there is one
-        device."""
+        """Of the batch ``alone``, or of other groups, too. None where the batch cannot be dealt out, there is one
+        device, or the solver gives up."""
         batch = find_batch(facts)
         if batch is None or facts.cluster.world_size == 1:
             return None
@@ -83,7 +83,8 @@ class Cases:
         if relaxed.seconds is None or batch[0] not in shared:
             return None
         others = [] if alone else [group for group in find_main(facts, shared) if group != batch[0]]
-        return cls(Boxes(facts, relaxed, (batch, *((group, shared[group]) for group in others))), known_s)
+        bounds = _Bounds(Boxes(facts, relaxed, (batch, *((group, shared[group]) for group in others))))
+        return cls(bounds, known_s) if bounds.points else None  # the solver may have given up
 
     @property
     def bound_s(self) -> float:
@@ -184,7 +185,6 @@ class _Bounds:
         self.start: Array = np.tile(alike / (alike @ self.each), self.sets)
         self.often = np.bincount(boxes.line, weights=boxes.times, minlength=len(boxes.how))  # if all were chosen
         self._remember(self.solver.solve(FIRST, start=boxes.relaxed.solver.basis))
-        assert self.points, "the relaxation has an optimum"
 
     # -- boxes -------------------------------------------------------------------------------------------------------
 
@@ -195,9 +195,6 @@ class _Bounds:
         k, i = (int(at) for at in np.unravel_index(open_s.argmax(), open_s.shape))
         if open_s[k, i] <= 0 or box.high[k][i] == box.low[k][i]:
             return []
-        return self._halved(box, k, i)
-
-    def _halved(self, box: Box, k: int, i: int) -> list[Box]:
         low, high = box.low[k], box.high[k]
         middle = (low[i] + high[i]) // 2
         rows = (low, (*high[:i], middle, *high[i + 1 :])), ((*low[:i], middle + 1, *low[i + 1 :]), high)

@@ -94,7 +94,7 @@ def planning_proofs(body: Body) -> str:
     told = ""
     if (cases := figures.get("cases_to_128")) is not None:
         near, before = figures["cases_to_128_within_3_percent"], figures["the_same_by_planning_alone"]
-        told = f"Of the {cases:.0f} cases to 128 devices {near:.0f} are so proved to be within 3%, {before:.0f} without.\n\n"
+        told = f"Of {cases:.0f} cases to 128 devices {near:.0f} are proved to be within 3%, {before:.0f} without.\n\n"
     columns = ["case", "seconds", "gap", "thorough"]
     return f"{markdown_table(columns, rows)}\n\n{told}{_source('planning_proofs', body)}"
 

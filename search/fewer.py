@@ -151,15 +151,24 @@ class Tried:
         """The bounds are raised for this plan of that cluster, as long as nothing better is known; ``if_least``: only
         if that cluster has the least."""
         if self.beside is not None:
-            self.beside.ask("raised_if_least_s" if if_least else "raised_s", Aim.at(number, found))
+            self.beside.ask("raised_if_least_s" if if_least else "raised_s", self._aim(number, found))
 
     def raised_bound_s(self) -> float:
         """Below all plans on every one of the clusters, as near to the best of them as is looked for."""
         chosen = self.best()
         assert chosen is not None and self.beside is not None, "asked of what is planned, after ``nest``"
         number, planned = chosen
-        found: float = self.beside.answer(self.beside.ask("raised_s", Aim.at(number, planned.best)))
+        found: float = self.beside.answer(self.beside.ask("raised_s", self._aim(number, planned.best)))
         return found
+
+    def _aim(self, number: int, found: Found) -> Aim:
+        """No bound can be above the shortest step that was met."""
+        return Aim.at(number, found)._replace(step_s=min(found.cost[1], self.least_step_s()))
+
+    def least_step_s(self) -> float:
+        """The shortest step with nothing overlapped of all plans that were found and fit, on any of the clusters."""
+        met = [f.cost[1] for one in self.searches for f in one.met if f.fits]
+        return min([*met, *(planned.best.cost[1] for planned in self.planned.values())], default=np.inf)
 
     def proofs(self) -> Iterator[float]:
         """Bounds below all plans on every one of the clusters, each at least as near to the best plan as the last; none
@@ -168,7 +177,7 @@ class Tried:
         assert chosen is not None, "asked of what is planned"
         number, planned = chosen
         if most:  # from the beginning: what was asked before, and where, is not seen in what is found
-            yield from LeastBound(self.searches).proofs(Aim.at(number, planned.best), most)
+            yield from LeastBound(self.searches).proofs(self._aim(number, planned.best), most)
 
     def compute_s(self, number: int) -> float:
         """What the cluster's devices compute for, perfectly dealt out."""

@@ -55,7 +55,8 @@ def test_the_others(tmp_path: Path) -> None:
     case = {"wall_s": 41.2, "normal_gap": 0.066, "step_s": 0.1, "bound_s": 0.0972}
     counts = {"cases_to_128": 20, "cases_to_128_within_3_percent": 11, "the_same_by_planning_alone": 9}
     text = written(tmp_path, "planning_proofs", {"a@b": case}, **counts)
-    assert re.search(r"\| a@b +\| +41 \| +6\.6% \| +2\.8% \|", text) and "cases to 128 devices 11 are" in text
+    assert re.search(r"\| a@b +\| +41 \| +6\.6% \| +2\.8% \|", text)
+    assert "Of 20 cases to 128 devices 11 are proved" in text
     text = written(tmp_path, "accuracy", step_time_median_error=0.0903, kendall_tau_worst_cluster=0.78)
     assert re.search(r"step time, median error +\| +9\.0% ", text) and "| 0.78 |" in text
     assert "at most 1.03 times" in written(tmp_path, "collectives", worst_chosen_over_bound=1.03)

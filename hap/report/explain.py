@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hap.plan import Plan
 from hap.report.facts import DeviceRow, Facts
-from hap.report.summary import how_it_ended, parameter_lines, what_is_repeated, who_is_left_out
+from hap.report.summary import how_it_ended, parameter_lines, shortest, what_is_repeated, who_is_left_out
 from hap.report.words import counted, listed, percent, quantity, ranks_in_words, seconds, starred, table
 from hap.starting import in_words, left_out, with_all
 
@@ -68,6 +68,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
         bound = seconds(predicted.lower_bound_s)
         how = "" if predicted.overlapped_s is None else ", nothing overlapped,"
         yield f"By the same cost model{how} no plan for this model and cluster can take less than {bound}."
+        if (least := shortest(facts.plan)) is not None:
+            yield f"The shortest found by that clock takes {least}, and this one was chosen by its step as it is run."
 
 
 def hourly_price(facts: Facts) -> float | None:

@@ -117,10 +117,20 @@ def _headline(plan: Plan) -> Iterator[str]:
     else:
         yield f"predicted step: {seconds(predicted.overlapped_s)} as it is run"
         yield f"nothing overlapped: {seconds(predicted.step_s)}{proof}"
+        if (least := shortest(plan)) is not None:
+            yield f"by that clock another plan that was found is shorter, {least}; this one was chosen as it is run"
     if repeated := what_is_repeated(plan):
         yield repeated
     if ended := how_it_ended(plan):
         yield ended
+
+
+def shortest(plan: Plan) -> str | None:
+    """The shortest step with nothing overlapped that the search found, and its gap, where that is another plan's."""
+    least_s, bound_s = plan.provenance.solver.get("least_step_s"), plan.predicted.lower_bound_s
+    if not isinstance(least_s, float) or not 0 < least_s < plan.predicted.step_s:
+        return None
+    return seconds(least_s) if bound_s is None else f"{seconds(least_s)} (gap {max(0.0, 1 - bound_s / least_s):.1%})"
 
 
 def what_is_repeated(plan: Plan) -> str:

@@ -142,6 +142,19 @@ def test_the_step_as_it_is_run_comes_first(plan: Plan) -> None:
     assert lines[2] == "nothing overlapped: 12 ms; no plan of one axis can take less than 10.8 ms (proved, gap 10.0%)"
 
 
+def test_a_shorter_plan_by_the_clock_of_the_bound_is_named(plan: Plan) -> None:
+    """12 ms with nothing overlapped, and another plan of 11: 1 - 10.8 / 11 of it may be left."""
+
+    def lines(**solver: float) -> list[str]:
+        predicted = plan.predicted.model_copy(update={"overlapped_s": 0.0105})
+        made = plan.provenance.model_copy(update={"solver": {**plan.provenance.solver, **solver}})
+        return summarize(plan.model_copy(update={"predicted": predicted, "provenance": made})).splitlines()
+
+    told = "by that clock another plan that was found is shorter, 11 ms (gap 1.8%); this one was chosen as it is run"
+    assert lines(least_step_s=0.011)[3] == told
+    assert not any("by that clock" in line for line in (*lines(), *lines(least_step_s=0.012)))
+
+
 def test_a_thousand_devices_are_told_by_kind() -> None:
     lines = summarize(thousand(), cluster_of_1024()).splitlines()
     assert len(lines) < 40 and max(map(len, lines)) < 140

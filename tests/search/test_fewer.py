@@ -279,3 +279,16 @@ def test_an_interrupted_search_still_says_who_is_left_out(monkeypatch: pytest.Mo
 def test_a_plan_on_fewer_devices_is_the_same_every_time() -> None:
     plans: list[Plan] = [plan_graph(MODEL, mixed("0.1GB/s"), leave_out=True) for _ in range(2)]
     assert all(a.to_json() == b.to_json() for a, b in itertools.pairwise(plans))
+
+
+def test_the_shortest_step_that_was_met_is_told_where_another_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = nested(mixed("3GB/s"))
+    best = tried.searches[0].run()
+    fitting = [f.cost[1] for search in tried.searches for f in search.met if f.fits]
+    assert tried.least_step_s() == min(fitting) <= best.cost[1]
+    plan = plan_graph(MODEL, mixed("3GB/s"), leave_out=True)
+    assert "least_step_s" not in plan.provenance.solver
+    shorter = 0.98 * plan.predicted.step_s
+    monkeypatch.setattr(Tried, "least_step_s", lambda self: shorter)
+    told = plan_graph(MODEL, mixed("3GB/s"), leave_out=True)
+    assert told.provenance.solver["least_step_s"] == shorter and told.strategies == plan.strategies

@@ -35,6 +35,7 @@ import numpy as np
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.search.beside import Beside, Question
+from hap.search.cases import SHORT_OF
 from hap.search.found import Found, best_of
 from hap.search.least_bound import MOST_NODES, Aim, LeastBound
 from hap.search.starts import EVERYTHING
@@ -162,8 +163,8 @@ class Tried:
         return found
 
     def _aim(self, number: int, found: Found) -> Aim:
-        """No bound can be above the shortest step that was met."""
-        return Aim.at(number, found)._replace(step_s=min(found.cost[1], self.least_step_s()))
+        """Where another plan that was met is shorter, no bound can be above that: there its step is near enough."""
+        return Aim.at(number, found)._replace(step_s=min(found.cost[1], self.least_step_s() / (1 - SHORT_OF)))
 
     def least_step_s(self) -> float:
         """The shortest step with nothing overlapped of all plans that were found and fit, on any of the clusters."""

@@ -74,7 +74,7 @@ class LeastBound:
         """The same, raised as long as it is far below this plan's step."""
         rough = self._rough()
         unlike = {n for n, one in enumerate(self.searches) if _is_small(one)}  # by masses it may be raised
-        coarse = set(unlike)  # by cases it may
+        coarse = {n for n in unlike if self._by_masses.get(n, 0.0) <= self._known.get(n, 0.0)}  # by cases it may
         while True:
             least, known_s = self._least(rough)
             if known_s >= (1 - NEAR) * aim.step_s:
@@ -83,7 +83,7 @@ class LeastBound:
                 unlike.remove(least)
                 if least != aim.number or self._is_dear(aim):
                     rough[least] = max(known_s, self._massed_s(least))
-                    if rough[least] >= LOOSE * aim.step_s:  # cases, which know nothing of it, would hardly come to more
+                    if rough[least] > known_s:  # cases, which know nothing of it, would hardly come to more
                         coarse.discard(least)
             elif known_s < FAR * aim.step_s or least not in coarse:
                 return known_s

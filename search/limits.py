@@ -14,7 +14,8 @@ Method = Literal["milp", "astar"]  # who chooses the strategies
 class Limits:
     """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves (and
     those times nodes of the graph), whether the estimate without barriers is asked too, and of how many nodes a graph
-    may be for its programs to be lowered and played; how many boxes the bound is raised by once the plan is there."""
+    may be for its programs to be lowered and played; how many mixtures of whole parameters and shards are played; how
+    many boxes the bound is raised by once the plan is there."""
 
     starts: int
     rounds: int
@@ -23,13 +24,14 @@ class Limits:
     work: int
     both_estimates: bool
     played: int
+    mixtures: int = 0
     boxes: int = 0
 
 
 HASTY = Limits(1, 2, 200, 0, 0, False, 0)  # for what a smaller cluster would do
 LIMITS: Mapping[Effort, Limits] = {
     "quick": Limits(1, 2, 200, 0, 0, False, 3_000),
-    "normal": Limits(3, 3, 1000, 60, 20_000, True, 10_000),
-    "thorough": Limits(3, 3, 1000, 60, 20_000, True, 10_000, boxes=500),
+    "normal": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16),
+    "thorough": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16, boxes=500),
 }
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger

@@ -31,6 +31,7 @@ from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look_s
 from hap.search.keeping import or_keeping
 from hap.search.limits import LIMITS, Effort, Limits, Method
+from hap.search.mixing import or_mixed
 from hap.search.onward import onward
 from hap.search.pins import Pins
 from hap.search.problem import Problem
@@ -150,6 +151,8 @@ def _plan_whole(tried: Tried, number: int) -> None:
         tried.planned[number] = Planned(search, best, overlapped_s)
     tried.foresee(number, best)
     best, overlapped_s = or_repeating(search, best, overlapped_s)
+    tried.planned[number] = Planned(search, best, overlapped_s)
+    best, overlapped_s = or_mixed(search, best, overlapped_s)
     tried.planned[number] = Planned(search, best, overlapped_s)
     tried.planned[number] = Planned(search, *or_keeping(search, best, overlapped_s))
 

@@ -2,7 +2,8 @@
 
 Their order among each other is that in which they begin, written in the program and so the same on every rank. Two
 passes: ``prefetch_parameters`` for what could begin at once, a parameter to be gathered: it begins when the one
-``ahead`` places before it has been waited for, since otherwise all gathered parameters would be held together.
+``ahead`` places before it has been waited for, since otherwise all gathered parameters would be held together, and
+behind collectives that come before anything that takes time: on one wire they would wait for a parameter needed later.
 ``overlap_collectives`` for what the part itself makes. A collective with nothing to do meanwhile, be it another
 collective, stays as it is.
 """
@@ -42,11 +43,21 @@ def _rewritten(program: Program, begins: Begins, word: str) -> Program:
 def _prefetched(part: Sequence[Instruction], ahead: int) -> list[tuple[Window, int]]:
     """What could begin at once, with the place where it may begin."""
     found: list[tuple[Window, int]] = []
-    for window in find_windows(part):
+    windows = find_windows(part)
+    others = [w.position for w in windows if w.ready > 0]
+    for window in windows:
         if window.ready == 0 and not window.is_result:
             begin = found[-ahead][0].due if 0 < ahead <= len(found) else 0 if ahead else window.due
-            found.append((window, min(begin, window.due)))
+            found.append((window, min(_behind(part, others, begin), window.due)))
     return found
+
+
+def _behind(part: Sequence[Instruction], others: Sequence[int], begin: int) -> int:
+    """Behind the other collectives, at these places, that come before anything that takes time."""
+    for position in others:
+        if position >= begin and not hides(part[begin:position]):
+            begin = position + 1
+    return begin
 
 
 def _overlapped(part: Sequence[Instruction]) -> list[tuple[Window, int]]:

@@ -17,7 +17,7 @@ from hap.codegen.lowering import lower
 from hap.codegen.passes.bucket import bucket_collectives
 from hap.codegen.passes.fuse import fuse_calls
 from hap.codegen.passes.hoist import hoist_batch_sums
-from hap.codegen.passes.overlap import overlap_collectives, prefetch_parameters
+from hap.codegen.passes.overlap import _prefetched, overlap_collectives, prefetch_parameters
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
 from hap.codegen.passes.sink import sink_results
@@ -26,6 +26,7 @@ from hap.codegen.source import to_python
 from hap.errors import PlanError
 from hap.graph import Value
 from hap.hosts_sum import HOSTS_SUM, SITE
+from hap.placement import PARTIAL, REPLICATE, Shard
 from hap.rules.choices import Choices, choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.runtime.lockstep import run_lockstep
@@ -196,6 +197,24 @@ def test_parameters_are_gathered_ahead_but_not_all_at_once(ahead: int) -> None:
             running += 1 if isinstance(instruction, Start) else -1
             most = max(most, running)
     assert most <= ahead and (most > 0) == (ahead > 0)
+
+
+def test_parameters_are_gathered_behind_what_is_needed_sooner() -> None:
+    """Positions are looked up in pieces and gathered at once: on one wire, layers would hold them up."""
+    after = prefetch_parameters(lower(gpt2.graph(), cases.zero((5, 2, 1))))
+    sooner = next(i for i, x in enumerate(after.forward) if "embedding_2__r" in x.outputs)
+    assert next(i for i, x in enumerate(after.forward) if isinstance(x, Start)) == sooner + 1
+
+
+@pytest.mark.parametrize(("op", "begin"), [("aten.view.default", 2), ("aten.mm.default", 0)])
+def test_what_a_product_comes_before_is_not_waited_for(op: str, begin: int) -> None:
+    first = Call(("y",), op, (Value("x"), Value("w")), (), "")
+    summed = Convert("y__r", "y", "all_reduce", "ring", PARTIAL, REPLICATE, "forward", "")
+    gathered = Convert("p__r", "p", "all_gather", "padded", Shard(0, 1, 4, 1, "rows"), REPLICATE, "forward", "")
+    last = Call(("z",), "aten.mm.default", (Value("y__r"), Value("y__r")), (), "")
+    reading = Call(("out",), "aten.mm.default", (Value("z"), Value("p__r")), (), "")
+    ((window, at),) = _prefetched((first, summed, last, gathered, reading), 2)
+    assert (window.position, at) == (3, begin)
 
 
 def test_what_was_started_ahead_is_not_started_again() -> None:

@@ -1,0 +1,186 @@
+"""Which parameters every rank keeps whole and which lie in shards, one by one, by the step as it is run.
+
+Nothing overlapped, it takes as long to sum a gradient onto every rank as to sum it into shards and to gather the
+parameter that it is for: as many bytes. As run it does not. What is gathered for a call of the forward pass is sent
+beside that pass, and what is summed beside the backward pass: with F and B the seconds of their calls, W those of the
+wire, and G of these for gathers,
+
+    step  >=  max(F, G) + max(B, W - G)
+
+so where the wire is what takes long, a part of the parameters lies in shards at best, and neither all nor none do.
+The program of strategies takes one decision for all that is alike, and by the other clock. Here kinds of parameters,
+of alike layers, are gone through once, those with most bytes first:
+
+    half of a kind the other way, every second layer; if that is shorter as run, all of it; if not, a quarter
+    keep whatever is the shortest so far
+
+A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
+summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from. Views on the way
+take what comes as it is. Asked where the backward pass is too short for all collectives, and the step as run longer
+than they, and than the compute of the busiest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hap.conversion import find_needs
+from hap.cost_models.work import is_view
+from hap.graph import Graph, Node, Value
+from hap.placement import PARTIAL, REPLICATE, GroupSizes, Placement, Shard, Sizes
+from hap.plan import Strategy
+from hap.search.assemble import used_groups
+from hap.search.found import Found
+from hap.search.judge import TIE, played_s
+from hap.search.problem import Problem
+from hap.search.rounding import round_shares
+
+if TYPE_CHECKING:
+    from hap.search.planner import Search
+
+WAITING = 0.1  # of the busiest rank's compute, and of all collectives
+SENT = 0.6  # of the busiest rank's compute: the backward pass hides less than that
+MUCH = 0.03  # of the bytes of all trained parameters: smaller kinds are left as they are
+HALF, ALL, QUARTER = 0.5, 1.0, 0.25
+
+
+def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+    """``best``, or if it is shorter as run, the same with other parameters whole or in shards."""
+    most = search.limits.mixtures
+    if overlapped_s is None or not most or best.regather or not _waits(best, overlapped_s):
+        return best, overlapped_s
+    search.progress.say("asking which parameters should be whole")
+    mixture, parts, found, found_s = _Mixture.of(search.problem, best), dict[int, float](), best, overlapped_s
+    for kind, members in enumerate(mixture.kinds):
+        ahead = [HALF if len(members) > 1 else ALL]
+        while ahead and most:
+            search.progress.check()
+            part, most = ahead.pop(), most - 1
+            tried = mixture.turned({**parts, kind: part})
+            tried_s = played_s(search.problem, tried) if tried.fits else found_s
+            is_shorter = tried_s < found_s
+            if is_shorter:
+                parts[kind], found, found_s = part, tried, tried_s
+            if part == HALF and (is_shorter or len(members) > 2):
+                ahead.append(ALL if is_shorter else QUARTER)
+    return (found, found_s) if found_s < overlapped_s * (1 - TIE) else (best, overlapped_s)
+
+
+def _waits(best: Found, overlapped_s: float) -> bool:
+    """Whether much is sent, and the wire and the devices wait for each other for long."""
+    busy_s, sent_s = max(best.evaluation.compute_s), best.evaluation.communication_s
+    return sent_s > SENT * busy_s and overlapped_s > (1 + WAITING) * max(busy_s, sent_s)
+
+
+@dataclass(frozen=True, eq=False)
+class _Mixture:
+    """``best``, and what its parameters are the other way. ``kinds``: of parameters, in the order of their bytes, most
+    first; each with the strategies of its members, in the order in which they are read, that turn them."""
+
+    problem: Problem
+    best: Found
+    kinds: tuple[tuple[Mapping[str, Strategy], ...], ...]
+
+    @classmethod
+    def of(cls, problem: Problem, best: Found) -> _Mixture:
+        graph, position = problem.choices.graph, problem.facts.position
+        trained = [n for n in graph.sources("parameter") if n.target in graph.gradients]
+        first = {n.name: min((position[r.name] for r in _readers(graph, n)), default=-1) for n in trained}
+        kinds: dict[tuple[int, bool], list[Node]] = {}
+        for node in sorted(trained, key=lambda n: first[n.name]):
+            sharded = isinstance(best.strategies[node.name].outputs[0], Shard)
+            kinds.setdefault((problem.classes.of[node.name], sharded), []).append(node)
+        total = sum(n.meta.nbytes for n in trained)
+        sizes = {kind: sum(n.meta.nbytes for n in nodes) for kind, nodes in kinds.items()}
+        turned = [
+            tuple(_turned(problem, best, node) for node in kinds[kind])
+            for kind in sorted(kinds, key=lambda kind: -sizes[kind])
+            if sizes[kind] >= MUCH * total
+        ]
+        return cls(problem, best, tuple(tuple(t for t in kind if t is not None) for kind in turned if any(kind)))
+
+    def turned(self, parts: Mapping[int, float]) -> Found:
+        """The plan with these parts of its kinds the other way, every so many-th member of a kind."""
+        strategies = dict(self.best.strategies)
+        for kind, part in parts.items():
+            for i, changed in enumerate(self.kinds[kind]):
+                if int((i + 1) * part) > int(i * part):
+                    strategies.update(changed)
+        sizes = self._sizes(strategies)
+        needs = find_needs(self.problem.choices.graph, strategies)
+        evaluation = self.problem.facts.evaluator.evaluate(strategies, sizes, needs, self.best.repeated)
+        return replace(self.best, strategies=strategies, sizes=sizes, evaluation=evaluation)
+
+    def _sizes(self, strategies: Mapping[str, Strategy]) -> GroupSizes:
+        found = dict(self.best.sizes)
+        used = frozenset(used_groups(self.best.strategies.values()))
+        for name in used_groups(strategies.values()):
+            found[name] = _sizes_of(self.problem, self.best, name, used)
+        return found
+
+
+def _sizes_of(problem: Problem, best: Found, group: str, used: Collection[str]) -> Sizes:
+    """Those of the plan; of a group that it does not use even ones, unless they are pinned."""
+    if group in used or group in problem.fixed:
+        return best.sizes[group]
+    even = [0.0 if r in best.left_out else 1.0 for r in range(problem.world_size)]
+    return round_shares(even, problem.choices.groups[group].n)
+
+
+def _turned(problem: Problem, best: Found, node: Node) -> Mapping[str, Strategy] | None:
+    """The strategies that change if a parameter is whole instead of in shards, or in shards instead of whole; None
+    where its calls do not read it whole, or do not make partial sums."""
+    graph, candidates = problem.choices.graph, problem.facts.candidates
+    value, found = graph.gradients[node.target], dict[str, Strategy | None]()
+    maker = graph.by_name[value.node]
+    while is_view(maker):
+        found[maker.name] = _passing(candidates[maker.name], PARTIAL)
+        value = maker.inputs[0]
+        maker = graph.by_name[value.node]
+    if maker.is_source or best.strategies[maker.name].outputs[value.index] != PARTIAL:
+        return None
+    for reader, place in _reads(graph, node):
+        if is_view(reader) and place == 0:
+            found[reader.name] = _passing(candidates[reader.name], REPLICATE)
+        elif best.strategies[reader.name].inputs[place] != REPLICATE:
+            return None
+    if None in found.values():
+        return None
+    home = REPLICATE if isinstance(best.strategies[node.name].outputs[0], Shard) else _cheapest(problem, best, node)
+    option = next((s for s in candidates[node.name] if s.outputs[0] == home), None)
+    return None if option is None else {node.name: option, **{name: s for name, s in found.items() if s is not None}}
+
+
+def _passing(options: Sequence[Strategy], placement: Placement) -> Strategy | None:
+    """A view's strategy that takes and gives this."""
+    return next((s for s in options if s.inputs == (placement,) and set(s.outputs) == {placement}), None)
+
+
+def _cheapest(problem: Problem, best: Found, node: Node) -> Shard | None:
+    """The shards of a parameter into which a sum takes least, and from which a gather does, together."""
+    forms, used = problem.facts.evaluator.forms, frozenset(used_groups(best.strategies.values()))
+    priced: list[tuple[float, int, Shard]] = []
+    for i, option in enumerate(problem.facts.candidates[node.name]):
+        placement = option.outputs[0]
+        if isinstance(placement, Shard):
+            sizes = {placement.group: _sizes_of(problem, best, placement.group, used)}
+            _, sum_s = forms.best("reduce_scatter", node.meta.nbytes, PARTIAL, placement, sizes)
+            _, gather_s = forms.best("all_gather", node.meta.nbytes, placement, REPLICATE, sizes)
+            priced.append((sum_s + gather_s, i, placement))
+    return min(priced)[2] if priced else None
+
+
+def _readers(graph: Graph, node: Node) -> Iterator[Node]:
+    """The calls that read what a node makes, by itself or through views."""
+    return (reader for reader, place in _reads(graph, node) if not (is_view(reader) and place == 0))
+
+
+def _reads(graph: Graph, node: Node) -> Iterator[tuple[Node, int]]:
+    """All that read what a node makes, or a view of it, and views; at which of their arguments."""
+    for index in range(len(node.outputs)):
+        for user, place in graph.users.get(Value(node.name, index), ()):
+            yield user, place
+            if is_view(user) and place == 0:
+                yield from _reads(graph, user)

@@ -1,0 +1,162 @@
+"""Which parameters are whole and which in shards, one by one: shorter as run, and the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from hap.capture import capture, interpret, source_values
+from hap.cluster import ClusterSpec
+from hap.codegen.lowering import lower
+from hap.graph import Graph
+from hap.placement import Shard
+from hap.plan import Plan
+from hap.rules.choices import choices
+from hap.runtime.lockstep import run_lockstep
+from hap.search import mixing
+from hap.search.assemble import assemble_plan, used_groups
+from hap.search.found import Found
+from hap.search.judge import as_run_s, finest
+from hap.search.limits import LIMITS
+from hap.search.mixing import _Mixture, or_mixed
+from hap.search.onward import onward
+from hap.search.pins import Pins
+from hap.search.planner import Search, plan_graph
+from hap.search.problem import Problem
+from tests.search.models import cluster, mlp
+
+DEEP = mlp(batch=4096, width=1024, layers=16)
+SLOW = cluster((10, "16GB"), (10, "16GB"), (5, "16GB"), network="3GB/s")  # all sums take as long as all calls
+WHOLE, SHARDED = Pins(placements={"*": "R", "args.*": "S(0)"}), Pins(placements={"*": "S(0)", "args.*": "S(0)"})
+
+
+def weights(found: Found | Plan, graph: Graph) -> list[bool]:
+    """Of every matrix whether it lies in shards."""
+    strategies = found.strategies if isinstance(found, Found) else {n.name: found.strategy(n.name) for n in graph.nodes}
+    matrices = [n for n in graph.sources("parameter") if len(n.meta.shape) > 1]
+    return [isinstance(strategies[n.name].outputs[0], Shard) for n in matrices]
+
+
+@cache
+def planned(found_by: str) -> tuple[Search, Found, float]:
+    """The search's best before parameters are turned, freely or with all of them as pinned."""
+    pins = {"all whole": WHOLE, "all in shards": SHARDED}.get(found_by, Pins())
+    search = Search(Problem.state(DEEP, SLOW, "adamw", pins), LIMITS["normal"])
+    return search, *onward(search.chooser, *finest(search.chooser, search.run(), search.met))
+
+
+def test_some_of_each_is_shorter_than_all_whole_or_all_in_shards() -> None:
+    search, best, best_s = planned("freely")
+    found, seconds = or_mixed(search, best, best_s)
+    assert seconds is not None and found.fits
+    assert seconds == pytest.approx(as_run_s(search.chooser, found), rel=1e-12)
+    for other in ("freely", "all whole", "all in shards"):
+        assert seconds < 0.97 * planned(other)[2]
+    sharded = weights(found, DEEP.graph)
+    assert 0.2 < sum(sharded) / len(sharded) < 0.8
+
+
+def test_the_planner_takes_it() -> None:
+    plan = plan_graph(DEEP, SLOW)
+    search, best, best_s = planned("freely")
+    found, seconds = or_mixed(search, best, best_s)
+    assert plan.predicted.overlapped_s == seconds and weights(plan, DEEP.graph) == weights(found, DEEP.graph)
+    quick = plan_graph(DEEP, SLOW, effort="quick")
+    assert len(set(weights(quick, DEEP.graph)[5:-5])) == 1  # one decision for all layers that are alike
+
+
+@pytest.mark.parametrize("network", ["100GB/s", "10MB/s"])
+def test_it_is_not_asked_where_one_of_both_is_all(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly nothing is sent, or nearly nothing computed."""
+    other = cluster((10, "16GB"), (10, "16GB"), (5, "16GB"), network=network)
+    search = Search(Problem.state(DEEP, other, "adamw", WHOLE), LIMITS["normal"])
+    best = search.run()
+    monkeypatch.setattr(mixing, "_Mixture", None)
+    assert or_mixed(search, best, as_run_s(search.chooser, best))[0] is best
+
+
+def test_what_reads_a_piece_of_a_parameter_is_left() -> None:
+    """Tensor parallel: a call that is dealt out by a weight's rows does not read it whole."""
+    pins = Pins(placements={"0.weight": "S(0)", "2.weight": "S(1)", "args.*": "R", "targets.*": "R"})
+    search = Search(Problem.state(mlp(64, 256), SLOW, "adamw", pins), LIMITS["normal"])
+    best = search.run()
+    assert weights(best, search.problem.choices.graph) == [True, True]
+    assert _Mixture.of(search.problem, best).kinds == ()
+
+
+def test_pinned_parameters_are_left() -> None:
+    search, best, _ = planned("all whole")
+    assert _Mixture.of(search.problem, best).kinds == ()
+
+
+def test_ranks_that_are_left_out_keep_nothing() -> None:
+    _, best, _ = planned("all whole")
+    mixture = _Mixture.of(planned("freely")[0].problem, replace(best, left_out=(2,)))
+    found = mixture.turned({0: 1.0})
+    new = set(used_groups(found.strategies.values())) - set(used_groups(best.strategies.values()))
+    assert new and all(found.sizes[group][2] == 0 < found.sizes[group][0] for group in new)
+
+
+# ---- what it means ----
+
+
+class Deep(nn.Module):
+    """Layers that are alike, of which one weight is used twice and one is transposed, with biases and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.mixed = nn.Parameter(torch.randn(3, 12, 12))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(self.norm(x)))
+        x = torch.tanh(x @ self.layers[0].weight) @ self.mixed[1]
+        return nn.functional.mse_loss(x, y)
+
+
+@cache
+def captured() -> tuple[Deep, tuple[torch.Tensor, torch.Tensor], Graph]:
+    torch.manual_seed(0)
+    model = Deep().double()
+    batch = (torch.randn(11, 12, dtype=torch.float64), torch.rand(11, 12, dtype=torch.float64))
+    return model, batch, capture(model, batch)
+
+
+TOY: ClusterSpec = cluster((0.01, "1GB"), (0.005, "1GB"), (0.002, "1GB"), network="1GB/s", memory_bandwidth="1MB/s")
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("pins", [WHOLE, SHARDED], ids=["from whole", "from shards"])
+def test_every_mixture_computes_what_one_device_computes(pins: Pins, part: float) -> None:
+    model, batch, graph = captured()
+    found = choices(graph)
+    pinned = Search(Problem.state(found, TOY, "adamw", pins), LIMITS["quick"])
+    best = pinned.run()
+    problem = Problem.state(found, TOY, "adamw", Pins())  # where parameters may lie otherwise
+    mixture = _Mixture.of(problem, best)
+    assert mixture.kinds
+    mixed = mixture.turned(dict.fromkeys(range(len(mixture.kinds)), part))
+    before, after = weights(best, graph), weights(mixed, graph)
+    assert part < 1 or sum(b != a for b, a in zip(before, after, strict=True)) >= 3
+    plan = assemble_plan(
+        found,
+        TOY,
+        mixed.strategies,
+        mixed.sizes,
+        mixed.evaluation,
+        optimizer="adamw",
+        model_name="deep",
+        lower_bound_s=None,
+        solver={},
+    )
+    values = interpret(graph, source_values(graph, model, batch, tangent=1.3))
+    step = run_lockstep(lower(graph, plan), values, check=True)
+    torch.testing.assert_close(step.loss, values[graph.loss], rtol=1e-12, atol=0)
+    for target, value in graph.gradients.items():
+        torch.testing.assert_close(step.gradients[target], values[value], rtol=1e-10, atol=1e-12)

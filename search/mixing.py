@@ -12,7 +12,7 @@ The program of strategies takes one decision for all that is alike, and by the o
 of alike layers, are gone through once, those with most bytes first:
 
     half of a kind the other way, every second layer; if that is shorter as run, all of it; if not, a quarter
-    keep whatever is the shortest so far
+    keep whatever is the shortest so far; end after ``PATIENCE`` kinds that were worth nothing
 
 A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
 summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from. Views on the way
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 WAITING = 0.1  # of the busiest rank's compute, and of all collectives
 SENT = 0.6  # of the busiest rank's compute: the backward pass hides less than that
 MUCH = 0.03  # of the bytes of all trained parameters: smaller kinds are left as they are
+PATIENCE = 2  # kinds in turn that are worth less than ...
+WORTH = 2e-3  # ... of the step
 HALF, ALL, QUARTER = 0.5, 1.0, 0.25
 
 
@@ -53,15 +55,17 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
         return best, overlapped_s
     search.progress.say("asking which parameters should be whole")
     mixture, parts, found, found_s = _Mixture.of(search.problem, best), dict[int, float](), best, overlapped_s
+    gained_by = -1  # the last kind that was worth it
     for kind, members in enumerate(mixture.kinds):
         ahead = [HALF if len(members) > 1 else ALL]
-        while ahead and most:
+        while ahead and most and kind - gained_by <= PATIENCE:
             search.progress.check()
             part, most = ahead.pop(), most - 1
             tried = mixture.turned({**parts, kind: part})
             tried_s = played_s(search.problem, tried) if tried.fits else found_s
             is_shorter = tried_s < found_s
             if is_shorter:
+                gained_by = kind if tried_s < found_s * (1 - WORTH) else gained_by
                 parts[kind], found, found_s = part, tried, tried_s
             if part == HALF and (is_shorter or len(members) > 2):
                 ahead.append(ALL if is_shorter else QUARTER)

@@ -236,14 +236,19 @@ def _dealt(plan: Plan) -> list[str]:
 
 
 def parameter_lines(plan: Plan) -> list[str]:
-    """One line for each way that parameters are held and used, the commonest first."""
+    """One line for each way that parameters are held and used, the commonest first. Of a name that several layers have,
+    how many of them."""
     uses = parameter_uses(plan)
+    of_name, so_used = Counter(u.pattern for u in uses), Counter((u.pattern, u.words) for u in uses)
     prefix = os.path.commonprefix([u.pattern for u in uses])  # noqa: RUF071 (characters are meant)
     prefix = prefix[: prefix.rfind("_") + 1]
     rows = []
     for words, count in Counter(u.words for u in uses).most_common():
-        patterns = list(dict.fromkeys(u.pattern.removeprefix(prefix) for u in uses if u.words == words))
-        which = "all" if count == len(uses) else listed(patterns, 3)
+        names = []
+        for name in dict.fromkeys(u.pattern for u in uses if u.words == words):
+            some, each = so_used[name, words], of_name[name]
+            names.append(name.removeprefix(prefix) if some == each else f"{some} of {each} {name.removeprefix(prefix)}")
+        which = "all" if count == len(uses) else listed(names, 3)
         rows.append([f"{count} {words}:", which])
     return table(rows)
 

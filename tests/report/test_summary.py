@@ -4,7 +4,7 @@ import pytest
 
 from hap.cluster import ClusterSpec
 from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance
-from hap.report.summary import COPIED, GATHERED, SPLIT, batch_group, parameter_uses, summarize
+from hap.report.summary import COPIED, GATHERED, SPLIT, batch_group, parameter_lines, parameter_uses, summarize
 from hap.report.words import counted, listed, percent, quantity, seconds, sizes_in_words, table
 from tests.report.plans import cluster_of_1024, thousand
 
@@ -93,6 +93,18 @@ def test_words_come_from_placements(plan: Plan) -> None:
         ("h.*_mlp_weight", GATHERED),
         ("h.*_mlp_weight", GATHERED),
         ("h.*_attn_weight", SPLIT),
+    ]
+
+
+def test_of_alike_layers_it_is_told_how_many_are_so(plan: Plan) -> None:
+    """A plan may keep a weight of every second layer whole."""
+    strategies = {**plan.strategies, "p_h_1_mlp_weight": "-> R"}
+    conversions = tuple(c for c in plan.conversions if c.value != "p_h_1_mlp_weight")
+    mixed = plan.model_copy(update={"strategies": strategies, "conversions": conversions})
+    assert [" ".join(line.split()) for line in parameter_lines(mixed)] == [
+        f"2 {COPIED}: norm_weight and 1 of 2 h.*_mlp_weight",
+        f"1 {GATHERED}: 1 of 2 h.*_mlp_weight",
+        f"1 {SPLIT}: h.*_attn_weight",
     ]
 
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+import hap
 from hap.capture import capture, interpret, source_values
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.graph import Graph
 from hap.placement import Shard
 from hap.plan import Plan
-from hap.rules.choices import choices
+from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
 from hap.search import mixing
 from hap.search.assemble import assemble_plan, used_groups
@@ -27,6 +28,9 @@ from hap.search.onward import onward
 from hap.search.pins import Pins
 from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
+from tests._support import gpt2
+from tests._support.ranks import run_ranks
+from tests.runtime.test_features_models import apart
 from tests.search.models import cluster, mlp
 
 DEEP = mlp(batch=4096, width=1024, layers=16)
@@ -131,32 +135,61 @@ def captured() -> tuple[Deep, tuple[torch.Tensor, torch.Tensor], Graph]:
 TOY: ClusterSpec = cluster((0.01, "1GB"), (0.005, "1GB"), (0.002, "1GB"), network="1GB/s", memory_bandwidth="1MB/s")
 
 
-@pytest.mark.parametrize("part", [0.25, 0.5, 1.0])
-@pytest.mark.parametrize("pins", [WHOLE, SHARDED], ids=["from whole", "from shards"])
-def test_every_mixture_computes_what_one_device_computes(pins: Pins, part: float) -> None:
-    model, batch, graph = captured()
-    found = choices(graph)
-    pinned = Search(Problem.state(found, TOY, "adamw", pins), LIMITS["quick"])
-    best = pinned.run()
-    problem = Problem.state(found, TOY, "adamw", Pins())  # where parameters may lie otherwise
-    mixture = _Mixture.of(problem, best)
+def mixed_plan(found: Choices, devices: ClusterSpec, pins: Pins, part: float) -> tuple[Plan, list[bool], list[bool]]:
+    """So much of every kind turned of the plan that has all parameters as pinned; its matrices before and after."""
+    best = Search(Problem.state(found, devices, "adamw", pins), LIMITS["quick"]).run()
+    mixture = _Mixture.of(Problem.state(found, devices, "adamw", Pins()), best)  # where they may lie otherwise
     assert mixture.kinds
     mixed = mixture.turned(dict.fromkeys(range(len(mixture.kinds)), part))
-    before, after = weights(best, graph), weights(mixed, graph)
-    assert part < 1 or sum(b != a for b, a in zip(before, after, strict=True)) >= 3
     plan = assemble_plan(
         found,
-        TOY,
+        devices,
         mixed.strategies,
         mixed.sizes,
         mixed.evaluation,
         optimizer="adamw",
-        model_name="deep",
+        model_name=found.graph.name,
         lower_bound_s=None,
         solver={},
     )
+    return plan, weights(best, found.graph), weights(mixed, found.graph)
+
+
+@pytest.mark.parametrize("part", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("pins", [WHOLE, SHARDED], ids=["from whole", "from shards"])
+def test_every_mixture_computes_what_one_device_computes(pins: Pins, part: float) -> None:
+    model, batch, graph = captured()
+    plan, before, after = mixed_plan(choices(graph), TOY, pins, part)
+    assert part < 1 or sum(b != a for b, a in zip(before, after, strict=True)) >= 3
     values = interpret(graph, source_values(graph, model, batch, tangent=1.3))
     step = run_lockstep(lower(graph, plan), values, check=True)
     torch.testing.assert_close(step.loss, values[graph.loss], rtol=1e-12, atol=0)
     for target, value in graph.gradients.items():
         torch.testing.assert_close(step.gradients[target], values[value], rtol=1e-10, atol=1e-12)
+
+
+def train(rank: int, plans: list[Plan]) -> list[list[float]]:
+    """Errors of the loss and of all gradients of GPT-2 by each plan, as it is run by default."""
+    model, ids = gpt2.build(), gpt2.batch(1)
+    expected = gpt2.lm_loss(model(ids), ids)
+    expected.backward()
+    found = []
+    for plan in plans:
+        given = {"example_inputs": (gpt2.batch(),), "example_targets": gpt2.batch(), "loss_fn": gpt2.lm_loss}
+        program = hap.compile(gpt2.build(), plan=plan, **given)
+        mine, targets = program.shard_batch((ids,), ids)
+        loss = program(*mine, targets=targets)
+        loss.backward()
+        gradients = program.full_gradients()
+        errors = [apart(gradients[n], p.grad) for n, p in model.named_parameters() if n in gradients]
+        found.append([apart(loss.detach(), expected.detach()), *errors])
+    return found
+
+
+def test_real_ranks_compute_what_one_device_computes() -> None:
+    found, three = choices(gpt2.graph()), cluster(*((t, "1GB") for t in (1e-3, 5e-4, 2e-4)), memory_bandwidth="1GB/s")
+    mixed = [mixed_plan(found, three, pins, part) for pins in (WHOLE, SHARDED) for part in (0.5, 1.0)]
+    assert all(before != after for _, before, after in mixed)
+    for rank in run_ranks(3, train, [plan for plan, _, _ in mixed]):
+        for errors in rank:
+            assert len(errors) == 1 + 28 and max(errors) < 1e-10

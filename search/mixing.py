@@ -2,10 +2,10 @@
 
 Nothing overlapped, it takes as long to sum a gradient onto every rank as to sum it into shards and to gather the
 parameter that it is for: as many bytes. As run it does not. What is gathered for a call of the forward pass is sent
-beside that pass, and what is summed beside the backward pass: with F and B the seconds of their calls, W those of the
-wire, and G of these for gathers,
+beside that pass, and what is summed beside the backward pass. With F and B the seconds of their calls, and where the
+wire does nothing else, W those of the wire, G of these for gathers, it is at best
 
-    step  >=  max(F, G) + max(B, W - G)
+    step  =  max(F, G) + max(B, W - G)
 
 so where the wire is what takes long, a part of the parameters lies in shards at best, and neither all nor none do.
 The program of strategies takes one decision for all that is alike, and by the other clock. Here kinds of parameters,
@@ -57,18 +57,18 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
     mixture, parts, found, found_s = _Mixture.of(search.problem, best), dict[int, float](), best, overlapped_s
     gained_by = -1  # the last kind that was worth it
     for kind, members in enumerate(mixture.kinds):
-        ahead = [HALF if len(members) > 1 else ALL]
-        while ahead and most and kind - gained_by <= PATIENCE:
+        pending = [HALF if len(members) > 1 else ALL]
+        while pending and most and kind - gained_by <= PATIENCE:
             search.progress.check()
-            part, most = ahead.pop(), most - 1
+            part, most = pending.pop(), most - 1
             tried = mixture.turned({**parts, kind: part})
             tried_s = played_s(search.problem, tried) if tried.fits else found_s
             is_shorter = tried_s < found_s
             if is_shorter:
                 gained_by = kind if tried_s < found_s * (1 - WORTH) else gained_by
                 parts[kind], found, found_s = part, tried, tried_s
-            if part == HALF and (is_shorter or len(members) > 2):
-                ahead.append(ALL if is_shorter else QUARTER)
+            if part == HALF and (is_shorter or len(members) >= 4):
+                pending.append(ALL if is_shorter else QUARTER)
     return (found, found_s) if found_s < overlapped_s * (1 - TIE) else (best, overlapped_s)
 
 

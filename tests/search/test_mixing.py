@@ -28,6 +28,7 @@ from hap.search.onward import onward
 from hap.search.pins import Pins
 from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
+from hap.search.recompute import after_steps, blocks_of, steps_of
 from tests._support import gpt2
 from tests._support.ranks import run_ranks
 from tests.runtime.test_features_models import apart
@@ -135,10 +136,18 @@ def captured() -> tuple[Deep, tuple[torch.Tensor, torch.Tensor], Graph]:
 TOY: ClusterSpec = cluster((0.01, "1GB"), (0.005, "1GB"), (0.002, "1GB"), network="1GB/s", memory_bandwidth="1MB/s")
 
 
-def mixed_plan(found: Choices, devices: ClusterSpec, pins: Pins, part: float) -> tuple[Plan, list[bool], list[bool]]:
-    """So much of every kind turned of the plan that has all parameters as pinned; its matrices before and after."""
+def mixed_plan(
+    found: Choices, devices: ClusterSpec, pins: Pins, part: float, *, repeated: bool = False
+) -> tuple[Plan, list[bool], list[bool]]:
+    """So much of every kind turned of the plan that has all parameters as pinned, and repeats what blocks offer or
+    nothing; its matrices before and after."""
     best = Search(Problem.state(found, devices, "adamw", pins), LIMITS["quick"]).run()
-    mixture = _Mixture.of(Problem.state(found, devices, "adamw", Pins()), best)  # where they may lie otherwise
+    problem = Problem.state(found, devices, "adamw", Pins())  # where they may lie otherwise
+    if repeated:
+        blocks = blocks_of(problem)
+        best = replace(best, recomputed=after_steps(blocks, len(steps_of(blocks))))
+        assert best.repeated
+    mixture = _Mixture.of(problem, best)
     assert mixture.kinds
     mixed = mixture.turned(dict.fromkeys(range(len(mixture.kinds)), part))
     plan = assemble_plan(
@@ -151,6 +160,7 @@ def mixed_plan(found: Choices, devices: ClusterSpec, pins: Pins, part: float) ->
         model_name=found.graph.name,
         lower_bound_s=None,
         solver={},
+        recomputed=mixed.recomputed,
     )
     return plan, weights(best, found.graph), weights(mixed, found.graph)
 
@@ -188,8 +198,13 @@ def train(rank: int, plans: list[Plan]) -> list[list[float]]:
 
 def test_real_ranks_compute_what_one_device_computes() -> None:
     found, three = choices(gpt2.graph()), cluster(*((t, "1GB") for t in (1e-3, 5e-4, 2e-4)), memory_bandwidth="1GB/s")
-    mixed = [mixed_plan(found, three, pins, part) for pins in (WHOLE, SHARDED) for part in (0.5, 1.0)]
+    mixed = [
+        mixed_plan(found, three, pins, part, repeated=repeated)
+        for pins in (WHOLE, SHARDED)
+        for part, repeated in ((0.5, False), (1.0, False), (1.0, True))
+    ]
     assert all(before != after for _, before, after in mixed)
+    assert [bool(plan.recomputed) for plan, _, _ in mixed] == [False, False, True] * 2
     for rank in run_ranks(3, train, [plan for plan, _, _ in mixed]):
         for errors in rank:
             assert len(errors) == 1 + 28 and max(errors) < 1e-10

@@ -22,20 +22,19 @@ than they, and than the compute of the busiest rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hap.conversion import find_needs
 from hap.cost_models.work import is_view
 from hap.graph import Graph, Node, Value
-from hap.placement import PARTIAL, REPLICATE, GroupSizes, Placement, Shard, Sizes
+from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
 from hap.search.assemble import used_groups
+from hap.search.changed import changed, sizes_of
 from hap.search.found import Found
 from hap.search.judge import TIE, played_s
 from hap.search.problem import Problem
-from hap.search.rounding import round_shares
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -107,30 +106,12 @@ class _Mixture:
 
     def turned(self, parts: Mapping[int, float]) -> Found:
         """The plan with these parts of its kinds the other way, every so many-th member of a kind."""
-        strategies = dict(self.best.strategies)
+        strategies = dict[str, Strategy]()
         for kind, part in parts.items():
-            for i, changed in enumerate(self.kinds[kind]):
+            for i, other in enumerate(self.kinds[kind]):
                 if int((i + 1) * part) > int(i * part):
-                    strategies.update(changed)
-        sizes = self._sizes(strategies)
-        needs = find_needs(self.problem.choices.graph, strategies)
-        evaluation = self.problem.facts.evaluator.evaluate(strategies, sizes, needs, self.best.repeated)
-        return replace(self.best, strategies=strategies, sizes=sizes, evaluation=evaluation)
-
-    def _sizes(self, strategies: Mapping[str, Strategy]) -> GroupSizes:
-        found = dict(self.best.sizes)
-        used = frozenset(used_groups(self.best.strategies.values()))
-        for name in used_groups(strategies.values()):
-            found[name] = _sizes_of(self.problem, self.best, name, used)
-        return found
-
-
-def _sizes_of(problem: Problem, best: Found, group: str, used: Collection[str]) -> Sizes:
-    """Those of the plan; of a group that it does not use even ones, unless they are pinned."""
-    if group in used or group in problem.fixed:
-        return best.sizes[group]
-    even = [0.0 if r in best.left_out else 1.0 for r in range(problem.world_size)]
-    return round_shares(even, problem.choices.groups[group].n)
+                    strategies.update(other)
+        return changed(self.problem, self.best, strategies)
 
 
 def _turned(problem: Problem, best: Found, node: Node) -> Mapping[str, Strategy] | None:
@@ -169,7 +150,7 @@ def _cheapest(problem: Problem, best: Found, node: Node) -> Shard | None:
     for i, option in enumerate(problem.facts.candidates[node.name]):
         placement = option.outputs[0]
         if isinstance(placement, Shard):
-            sizes = {placement.group: _sizes_of(problem, best, placement.group, used)}
+            sizes = {placement.group: sizes_of(problem, best, placement.group, used)}
             _, sum_s = forms.best("reduce_scatter", node.meta.nbytes, PARTIAL, placement, sizes)
             _, gather_s = forms.best("all_gather", node.meta.nbytes, placement, REPLICATE, sizes)
             priced.append((sum_s + gather_s, i, placement))

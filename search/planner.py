@@ -23,6 +23,7 @@ from hap.placement import GroupSizes
 from hap.plan import Plan
 from hap.rules.choices import Choices
 from hap.search.advice import advise
+from hap.search.apart import or_apart
 from hap.search.assemble import assemble_plan
 from hap.search.bound import weighted_bound
 from hap.search.fewer import Planned, Tried, plan_nested
@@ -154,7 +155,9 @@ def _plan_whole(tried: Tried, number: int) -> None:
     tried.planned[number] = Planned(search, best, overlapped_s)
     best, overlapped_s = or_mixed(search, best, overlapped_s)
     tried.planned[number] = Planned(search, best, overlapped_s)
-    tried.planned[number] = Planned(search, *or_keeping(search, best, overlapped_s))
+    best, overlapped_s = or_keeping(search, best, overlapped_s)
+    tried.planned[number] = Planned(search, best, overlapped_s)
+    tried.planned[number] = Planned(search, *or_apart(search, best, overlapped_s))
 
 
 @dataclass

@@ -1,0 +1,102 @@
+"""Gradients that are a sum of terms: each term on its own, where that makes the step as it is run shorter.
+
+A weight that is read twice, as an embedding that is the last layer's weight, too, has a gradient of two terms. Either is
+a partial sum, and nothing takes less, nothing overlapped, than to add them first and to send the sum. But that is
+complete only when the later term is, for an embedding in the last call of the backward pass, and then all of it is
+waited for. Taken apart, the earlier term is sent beside the backward pass, and of the later one what it is made of: for
+an embedding the gradients of its outputs, of which there are as many as tokens, and not as many as words.
+
+    gradient = A + B,  P + P -> P, then P -> home         the sum
+    A: P -> X when it is there;  what B reads is gathered, or exchanged, so that B is made in X;  X + X -> X
+
+for every X in which the terms may be added and B be made, and with the parameter as it lies or in X. Where to send what
+B reads takes no less than to send B, it is not tried. The shortest as run is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from hap.conversion import collective_kind
+from hap.cost_models.work import is_view
+from hap.graph import Node, Value
+from hap.placement import PARTIAL, GroupSizes, Partial, Placement
+from hap.plan import Strategy
+from hap.search.changed import changed, sizes_with
+from hap.search.found import Found
+from hap.search.judge import TIE, played_s
+from hap.search.problem import Problem
+
+if TYPE_CHECKING:
+    from hap.search.planner import Search
+
+
+def or_apart(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+    """``best``, or if it is shorter as run, the same with terms of gradients sent apart."""
+    if overlapped_s is None or not search.limits.mixtures:
+        return best, overlapped_s
+    problem, found, found_s = search.problem, best, overlapped_s
+    for node in problem.choices.graph.sources("parameter"):
+        start = found
+        for strategies in _ways(problem, start, node, TIE * overlapped_s):
+            search.progress.say("asking whether terms of gradients should be sent apart")
+            search.progress.check()
+            tried = changed(problem, start, strategies)
+            if tried.fits and (tried_s := played_s(problem, tried)) < found_s:
+                found, found_s = tried, tried_s
+    return (found, found_s) if found_s < overlapped_s * (1 - TIE) else (best, overlapped_s)
+
+
+def _ways(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterator[Mapping[str, Strategy]]:
+    """The strategies that change if the terms of a parameter's gradient go apart; none where the gradient is no sum of
+    partial sums, or that is sent in less than ``worth_s``."""
+    graph, candidates = problem.choices.graph, problem.facts.candidates
+    if node.target not in graph.gradients:
+        return
+    value = graph.gradients[node.target]
+    adds, home = graph.by_name[value.node], best.strategies[node.name].outputs[0]
+    now = best.strategies[adds.name]
+    if len(adds.inputs) < 2 or {*now.inputs, *now.outputs} != {PARTIAL}:
+        return
+    assert home is not None
+    if _seconds(problem, best.sizes, value, PARTIAL, home) < worth_s:
+        return
+    for option in candidates[adds.name]:
+        (to, *others) = {*option.inputs, *option.outputs}
+        if others or to is None or isinstance(to, Partial):
+            continue
+        for term in adds.inputs:
+            for made in _made_in(problem, best, term, to):
+                for placed in candidates[node.name]:
+                    if placed.outputs[0] in (to, home):
+                        yield {adds.name: option, term.node: made, node.name: placed}
+
+
+def _made_in(problem: Problem, best: Found, term: Value, to: Placement) -> Iterator[Strategy]:
+    """The strategies by which a partial sum that nobody else reads is made in another placement, if to send what it is
+    made of takes less than to send it."""
+    graph, maker = problem.choices.graph, problem.choices.graph.by_name[term.node]
+    if maker.is_source or is_view(maker) or len(maker.outputs) > 1 or len(graph.users.get(term, ())) > 1:
+        return
+    for option in problem.facts.candidates[maker.name]:
+        if option.outputs[0] != to:
+            continue
+        sizes = sizes_with(problem, best, {**best.strategies, maker.name: option})
+        sent_s = 0.0
+        for value, wanted in zip(maker.inputs, option.inputs, strict=True):
+            there = best.strategies[value.node].outputs[value.index]
+            assert there is not None
+            sent_s += _seconds(problem, sizes, value, there, wanted)
+        if sent_s < _seconds(problem, sizes, term, PARTIAL, to):
+            yield option
+
+
+def _seconds(problem: Problem, sizes: GroupSizes, value: Value, source: Placement, target: Placement) -> float:
+    """Of a conversion, the fastest way; no end where there is none."""
+    if source == target:
+        return 0.0
+    if isinstance(target, Partial):
+        return float("inf")
+    nbytes = problem.choices.graph.meta(value).nbytes
+    return problem.facts.evaluator.forms.best(collective_kind(source, target), nbytes, source, target, sizes)[1]

@@ -1,10 +1,10 @@
 """Gradients that are a sum of terms: each term on its own, where that makes the step as it is run shorter.
 
-A weight that is read twice, as an embedding that is the last layer's weight, too, has a gradient of two terms. Either is
-a partial sum, and nothing takes less, nothing overlapped, than to add them first and to send the sum. But that is
-complete only when the later term is, for an embedding in the last call of the backward pass, and then all of it is
-waited for. Taken apart, the earlier term is sent beside the backward pass, and of the later one what it is made of: for
-an embedding the gradients of its outputs, of which there are as many as tokens, and not as many as words.
+A weight that is read twice, as an embedding that is the last layer's weight, too, has a gradient of two terms. Both are
+partial sums, and with nothing overlapped it takes least to add them and to send the sum. But that is complete only when
+the later term is, for an embedding in the last call of the backward pass, and all of it is waited for. Taken apart, the
+earlier term is sent beside the backward pass, and of the later one what it is made of: for an embedding the gradients
+of its outputs, of which there are as many as tokens, and not as many as words.
 
     gradient = A + B,  P + P -> P, then P -> home         the sum
     A: P -> X when it is there;  what B reads is gathered, or exchanged, so that B is made in X;  X + X -> X

@@ -1,27 +1,36 @@
-"""Gradients that are a sum of terms: each term on its own, where that makes the step as it is run shorter.
+"""Weights that are read twice: what is sent for one of both alone, where that makes the step as it is run shorter.
 
-A weight that is read twice, as an embedding that is the last layer's weight, too, has a gradient of two terms. Both are
-partial sums, and with nothing overlapped it takes least to add them and to send the sum. But that is complete only when
-the later term is, for an embedding in the last call of the backward pass, and all of it is waited for. Taken apart, the
-earlier term is sent beside the backward pass, and of the later one what it is made of: for an embedding the gradients
-of its outputs, of which there are as many as tokens, and not as many as words.
+An embedding that is the last layer's weight, too, has a gradient of two terms. Both are partial sums, and with nothing
+overlapped it takes least to add them and to send the sum. But that is complete only when the later term is, for an
+embedding in the last call of the backward pass, and all of it is waited for. Taken apart, the earlier term is sent
+beside the backward pass, and of the later one what it is made of: for an embedding the gradients of its outputs, of
+which there are as many as tokens, and not as many as words.
 
     gradient = A + B,  P + P -> P, then P -> home         the sum
-    A: P -> X when it is there;  what B reads is gathered, or exchanged, so that B is made in X;  X + X -> X
+    A: P -> X when it is there;  what B reads is gathered, or exchanged, so that B is made in X;  X + X -> X   (terms)
 
-for every X in which the terms may be added and B be made, and with the parameter as it lies or in X. Where to send what
-B reads takes no less than to send B, it is not tried. The shortest as run is taken.
+for every X in which the terms may be added and B be made, and with the parameter as it lies or in X. In shards it is
+gathered for both of its readers once, and the first one, the first call of the forward pass, waits for all of it.
+Taken apart, that reader computes with the shards, and what it makes is exchanged; for the other one the parameter is
+gathered beside the forward pass.
+
+    parameter: S -> R, reader: R -> Y                     gathered
+    reader: S -> Z, then Z -> Y;  the others: S -> R                                                           (reads)
+
+Where to send what is made, or made of, takes no less than to send the term or the parameter, nothing is tried. The
+shortest as run is taken.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from hap.conversion import collective_kind
 from hap.cost_models.work import is_view
 from hap.graph import Node, Value
-from hap.placement import PARTIAL, GroupSizes, Partial, Placement
+from hap.placement import PARTIAL, REPLICATE, GroupSizes, Partial, Placement, Shard
 from hap.plan import Strategy
 from hap.search.changed import changed, sizes_with
 from hap.search.found import Found
@@ -37,18 +46,19 @@ def or_apart(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
     if overlapped_s is None or not search.limits.mixtures:
         return best, overlapped_s
     problem, found, found_s = search.problem, best, overlapped_s
-    for node in problem.choices.graph.sources("parameter"):
-        start = found
-        for strategies in _ways(problem, start, node, TIE * overlapped_s):
-            search.progress.say("asking whether terms of gradients should be sent apart")
-            search.progress.check()
-            tried = changed(problem, start, strategies)
-            if tried.fits and (tried_s := played_s(problem, tried)) < found_s:
-                found, found_s = tried, tried_s
+    for ways in (_terms, _reads):
+        for node in problem.choices.graph.sources("parameter"):
+            start = found
+            for strategies in ways(problem, start, node, TIE * overlapped_s):
+                search.progress.say("asking whether a weight's readers should be served apart")
+                search.progress.check()
+                tried = changed(problem, start, strategies)
+                if tried.fits and (tried_s := played_s(problem, tried)) < found_s:
+                    found, found_s = tried, tried_s
     return (found, found_s) if found_s < overlapped_s * (1 - TIE) else (best, overlapped_s)
 
 
-def _ways(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterator[Mapping[str, Strategy]]:
+def _terms(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterator[Mapping[str, Strategy]]:
     """The strategies that change if the terms of a parameter's gradient go apart; none where the gradient is no sum of
     partial sums, or that is sent in less than ``worth_s``."""
     graph, candidates = problem.choices.graph, problem.facts.candidates
@@ -83,13 +93,42 @@ def _made_in(problem: Problem, best: Found, term: Value, to: Placement) -> Itera
         if option.outputs[0] != to:
             continue
         sizes = sizes_with(problem, best, {**best.strategies, maker.name: option})
-        sent_s = 0.0
-        for value, wanted in zip(maker.inputs, option.inputs, strict=True):
-            there = best.strategies[value.node].outputs[value.index]
-            assert there is not None
-            sent_s += _seconds(problem, sizes, value, there, wanted)
+        sent_s = _sent_s(problem, best, sizes, maker, option)
         if sent_s < _seconds(problem, sizes, term, PARTIAL, to):
             yield option
+
+
+def _reads(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterator[Mapping[str, Strategy]]:
+    """The strategies that change if one of a parameter's readers computes with shards; none where it has no other, or
+    the parameter is gathered in less than ``worth_s``."""
+    graph, candidates, value = problem.choices.graph, problem.facts.candidates, Value(node.name, 0)
+    users = graph.users.get(value, ())
+    for reader, place in users if len(users) > 1 else ():
+        now = best.strategies[reader.name]
+        if is_view(reader) or len(reader.outputs) > 1 or now.inputs[place] != REPLICATE:
+            continue
+        for placed, option in itertools.product(candidates[node.name], candidates[reader.name]):
+            home, made, wanted = placed.outputs[0], option.outputs[0], now.outputs[0]
+            if not isinstance(home, Shard) or option.inputs[place] != home:
+                continue
+            assert made is not None and wanted is not None
+            sizes = sizes_with(problem, best, {**best.strategies, node.name: placed, reader.name: option})
+            gathered_s = _seconds(problem, sizes, value, home, REPLICATE)
+            sent_s = _sent_s(problem, best, sizes, reader, option, but=place)
+            if max(worth_s, sent_s + _seconds(problem, sizes, Value(reader.name, 0), made, wanted)) < gathered_s:
+                yield {reader.name: option, node.name: placed}
+
+
+def _sent_s(
+    problem: Problem, best: Found, sizes: GroupSizes, node: Node, option: Strategy, *, but: int | None = None
+) -> float:
+    """Of what a call reads, as it lies now, to where it is read with this strategy; ``but`` for one argument."""
+    total = 0.0
+    for place, (value, wanted) in enumerate(zip(node.inputs, option.inputs, strict=True)):
+        there = best.strategies[value.node].outputs[value.index]
+        assert there is not None
+        total += 0.0 if place == but else _seconds(problem, sizes, value, there, wanted)
+    return total
 
 
 def _seconds(problem: Problem, sizes: GroupSizes, value: Value, source: Placement, target: Placement) -> float:

@@ -3,7 +3,7 @@
 Their order among each other is that in which they begin, written in the program and so the same on every rank. Two
 passes: ``prefetch_parameters`` for what could begin at once, a parameter to be gathered: it begins when the one
 ``ahead`` places before it has been waited for, since otherwise all gathered parameters would be held together, and
-behind collectives that come before anything that takes time: on one wire they would wait for a parameter needed later.
+behind collectives that come before any product: on one wire they would wait for a parameter that is needed later.
 ``overlap_collectives`` for what the part itself makes. A collective with nothing to do meanwhile, be it another
 collective, stays as it is.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hap.codegen.passes.windows import Window, find_windows, hides, rearranged, work_of
+from hap.codegen.passes.windows import Window, find_windows, has_product, hides, rearranged, work_of
 from hap.codegen.program import Instruction, Program, Start, Wait
 
 AHEAD = 2
@@ -53,9 +53,9 @@ def _prefetched(part: Sequence[Instruction], ahead: int) -> list[tuple[Window, i
 
 
 def _behind(part: Sequence[Instruction], others: Sequence[int], begin: int) -> int:
-    """Behind the other collectives, at these places, that come before anything that takes time."""
+    """Behind the other collectives, at these places, that come before any product."""
     for position in others:
-        if position >= begin and not hides(part[begin:position]):
+        if position >= begin and not has_product(part[begin:position]):
             begin = position + 1
     return begin
 

@@ -80,7 +80,12 @@ def hides(meanwhile: Sequence[Instruction]) -> bool:
     return False
 
 
-_PRODUCTS = ("mm", "bmm", "convolution", "convolution_backward", "attention", "attention_backward")
+def has_product(meanwhile: Sequence[Instruction]) -> bool:
+    """Whether one of these instructions is a product, which takes longer than all that is small."""
+    return any(isinstance(i, Call) and i.op.split(".")[1] in _PRODUCTS for i in meanwhile)
+
+
+_PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward", "attention", "attention_backward")
 _VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split", "detach")
 _SEVERAL = 4
 

@@ -200,13 +200,19 @@ def test_parameters_are_gathered_ahead_but_not_all_at_once(ahead: int) -> None:
 
 
 def test_parameters_are_gathered_behind_what_is_needed_sooner() -> None:
-    """Positions are looked up in pieces and gathered at once: on one wire, layers would hold them up."""
+    """Positions are looked up in pieces and gathered at once, and the first product reads what is exchanged just before
+    it: on one wire, layers would hold these up."""
     after = prefetch_parameters(lower(gpt2.graph(), cases.zero((5, 2, 1))))
-    sooner = next(i for i, x in enumerate(after.forward) if "embedding_2__r" in x.outputs)
-    assert next(i for i, x in enumerate(after.forward) if isinstance(x, Start)) == sooner + 1
+    sooner = [next(i for i, x in enumerate(after.forward) if n in x.outputs) for n in ("embedding_2__r", "view_1__s1")]
+    product = next(i for i, x in enumerate(after.forward) if isinstance(x, Call) and x.op == "aten.mm.default")
+    first = next(i for i, x in enumerate(after.forward) if isinstance(x, Start))
+    assert max(sooner) < first < product
 
 
-@pytest.mark.parametrize(("op", "begin"), [("aten.view.default", 2), ("aten.mm.default", 0)])
+@pytest.mark.parametrize(
+    ("op", "begin"),
+    [("aten.view.default", 2), ("aten.add.Tensor", 2), ("aten.mm.default", 0), ("hap.addmm.default", 0)],
+)
 def test_what_a_product_comes_before_is_not_waited_for(op: str, begin: int) -> None:
     first = Call(("y",), op, (Value("x"), Value("w")), (), "")
     summed = Convert("y__r", "y", "all_reduce", "ring", PARTIAL, REPLICATE, "forward", "")

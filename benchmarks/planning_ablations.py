@@ -8,7 +8,8 @@
 
 The figure is how much longer the step is without, by the clock that plans are chosen by: the program as it runs. None
 may be shorter. A second table has the step with nothing overlapped, by which nothing is chosen. A third has plans in
-which alike layers hold alike parameters alike (``search/mixing.py`` left out), where slow devices may be left out.
+which alike layers hold alike parameters alike (``search/mixing.py`` left out), and plans in which both readers of a
+weight are served together (``search/apart.py`` left out), where slow devices may be left out.
 Beside it A* against the MILP: the same strategies' prices at fixed shares, both solved.
 
     python benchmarks/planning_ablations.py [--cases gpt2@mix-4,vgg19@mix-16] [--astar gpt2@mix-4]
@@ -45,7 +46,6 @@ from hap.rules.choices import Choices, choices
 from hap.search import Pins, astar, milp, plan_graph
 from hap.search.classes import find_classes
 from hap.search.judge import TIE
-from hap.search.limits import LIMITS
 from hap.search.milp import make_skeleton
 from hap.search.prices import Facts
 from hap.search.refine import INPUT_TOLERANCE
@@ -55,7 +55,16 @@ from hap.search.tables import Prices, Tables
 NAME = "planning_ablations"
 CASES = tuple(f"{model}@{name}" for name in ("mix-4", "mix-16") for model in PER_DEVICE)
 ASTAR = ("vgg19@mix-4", "gpt2@mix-4", "vit@mix-16", "bert@mix-16")
-MIXED = ("hap_bert_moe@mix-16", "hap_bert_moe@hap", "bert@mix-128", "gpt2@hap")
+MOVED = (
+    "gpt2@mix-4",
+    "bert@mix-4",
+    "gpt2@mix-16",
+    "bert@mix-16",
+    "hap_bert_moe@mix-16",
+    "gpt2@hap",
+    "hap_bert_moe@hap",
+)
+MOVED += ("gpt2@mix-128", "bert@mix-128")
 PLAIN = {
     (kind, backend): (name,)
     for backend in ("nccl", "gloo")
@@ -183,13 +192,15 @@ ABLATIONS: Mapping[str, Ablation] = {
 }
 
 
-def unmixed(name: str) -> tuple[Plan, Plan]:
-    """The plan of a case on what is best left of its cluster, and the one in which alike parameters lie alike."""
-    case = Case.named(name)
-    limits = {effort: replace(some, mixtures=0) for effort, some in LIMITS.items()}
-    free = plan_graph(case.found, case.spec, leave_out=True)
-    with mock.patch.dict(LIMITS, limits):  # type: ignore[arg-type]
-        return free, plan_graph(case.found, case.spec, leave_out=True)
+def unmoved(name: str) -> tuple[Plan, Plan, Plan]:
+    """The plan of a case on what is best left of its cluster; the one in which alike parameters lie alike; the one in
+    which all readers of a parameter are served together."""
+    case, planner = Case.named(name), "hap.search.planner"
+    plans = [plan_graph(case.found, case.spec, leave_out=True)]
+    for move in ("or_mixed", "or_apart"):
+        with mock.patch(f"{planner}.{move}", lambda _, best, overlapped_s: (best, overlapped_s)):
+            plans.append(plan_graph(case.found, case.spec, leave_out=True))
+    return plans[0], plans[1], plans[2]
 
 
 # ---- A* and the MILP ----
@@ -230,7 +241,7 @@ def _astar(prices: Prices) -> Callable[[], milp.Choice | None]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default=",".join(CASES), metavar="CASES")
-    parser.add_argument("--mixed", default=",".join(MIXED), metavar="CASES")
+    parser.add_argument("--moved", default=",".join(MOVED), metavar="CASES")
     parser.add_argument("--astar", default=",".join(ASTAR), metavar="CASES")
     options = parse(NAME, "What each decision of the search is worth.", argv, parser)
     torch.set_num_threads(1)
@@ -265,8 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.text(
         "By this clock no plan is chosen: a plan may be longer here that is shorter as it runs, and a minus says so."
     )
-    mixed = [_mixed_row(report, name) for name in options.extra.mixed.split(",")[: 1 if options.quick else None]]
-    report.table("Alike parameters held alike: the step as run", ["case", "ms", "held alike", "longer"], mixed)
+    moved = [_moved_row(report, name) for name in options.extra.moved.split(",")[: 1 if options.quick else None]]
+    columns = ("case", "ms", "parameters held alike", "longer", "readers served together", "longer")
+    report.table("What is changed last: the step as run", columns, moved)
     both = [compared(case) for case in options.extra.astar.split(",")[: 1 if options.quick else None]]
     report.figure("astar_agrees_with_milp", sum(bool(row[-1]) for row in both))
     report.figure("astar_against_milp_cases", len(both))
@@ -276,10 +288,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _mixed_row(report: Report, name: str) -> list[str]:
-    with_s, without_s = (plan.predicted.as_run_s for plan in unmixed(name))
-    report.figure(f"slower with alike parameters alike, {name}", without_s / with_s - 1)
-    return [name, f"{with_s * 1e3:.1f}", f"{without_s * 1e3:.1f}", f"{without_s / with_s - 1:+.2%}"]
+def _moved_row(report: Report, name: str) -> list[str]:
+    free_s, *others_s = (plan.predicted.as_run_s for plan in unmoved(name))
+    row = [name, f"{free_s * 1e3:.1f}"]
+    for what, without_s in zip(("alike parameters alike", "readers together"), others_s, strict=True):
+        report.figure(f"slower with {what}, {name}", without_s / free_s - 1)
+        row += [f"{without_s * 1e3:.1f}", f"{without_s / free_s - 1:+.2%}"]
+    return row
 
 
 class _Slower(NamedTuple):

@@ -151,13 +151,10 @@ def _plan_whole(tried: Tried, number: int) -> None:
         best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
     tried.foresee(number, best)
-    best, overlapped_s = or_repeating(search, best, overlapped_s)
-    tried.planned[number] = Planned(search, best, overlapped_s)
-    best, overlapped_s = or_mixed(search, best, overlapped_s)
-    tried.planned[number] = Planned(search, best, overlapped_s)
-    best, overlapped_s = or_keeping(search, best, overlapped_s)
-    tried.planned[number] = Planned(search, best, overlapped_s)
-    tried.planned[number] = Planned(search, *or_apart(search, best, overlapped_s))
+    for move in (or_repeating, or_mixed, or_keeping, or_apart):
+        search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
+        best, overlapped_s = move(search, best, overlapped_s)
+        tried.planned[number] = Planned(search, best, overlapped_s)
 
 
 @dataclass

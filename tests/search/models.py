@@ -9,7 +9,10 @@ from torch import nn
 
 from hap.capture import capture
 from hap.cluster import ClusterSpec
+from hap.plan import Plan
 from hap.rules.choices import Choices, choices
+from hap.search.assemble import assemble_plan
+from hap.search.found import Found
 
 
 @cache
@@ -82,3 +85,19 @@ def cluster(
         for i, (tflops, memory) in enumerate(devices)
     )
     return ClusterSpec.from_yaml(f"name: test\nbackend: nccl\nhosts:{hosts}\n")
+
+
+def plan_of(choices: Choices, devices: ClusterSpec, found: Found) -> Plan:
+    """What a search found, as a plan to run."""
+    return assemble_plan(
+        choices,
+        devices,
+        found.strategies,
+        found.sizes,
+        found.evaluation,
+        optimizer="adamw",
+        model_name=choices.graph.name,
+        lower_bound_s=None,
+        solver={},
+        recomputed=found.recomputed,
+    )

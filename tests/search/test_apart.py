@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import hap
 from hap.capture import capture, interpret, source_values
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
@@ -20,7 +19,6 @@ from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
 from hap.search import apart
 from hap.search.apart import _reads, _terms, or_apart
-from hap.search.assemble import assemble_plan
 from hap.search.changed import changed
 from hap.search.found import Found
 from hap.search.judge import as_run_s
@@ -30,8 +28,8 @@ from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
 from tests._support import gpt2
 from tests._support.ranks import run_ranks
-from tests.runtime.test_features_models import apart as errors_of
-from tests.search.models import cluster
+from tests.search.models import cluster, plan_of
+from tests.search.test_mixing import train
 
 # sums of gradients take as long as the backward pass, and that of the embedding's is the last
 SLOW: ClusterSpec = cluster((10, "16GB"), (10, "16GB"), (5, "16GB"), network="3GB/s")
@@ -149,19 +147,7 @@ def plans(found: Choices, target: str, ways: Ways, pins: Mapping[str, str]) -> l
     best = Search(Problem.state(found, TOY, "adamw", whole), LIMITS["quick"]).run()
     problem, made = Problem.state(found, TOY, "adamw", Pins()), []
     for strategies in ways(problem, best, words(found.graph, target), 0.0):
-        other = changed(problem, best, strategies)
-        plan = assemble_plan(
-            found,
-            TOY,
-            other.strategies,
-            other.sizes,
-            other.evaluation,
-            optimizer="adamw",
-            model_name=found.graph.name,
-            lower_bound_s=None,
-            solver={},
-        )
-        made.append(plan)
+        made.append(plan_of(found, TOY, changed(problem, best, strategies)))
     return made
 
 
@@ -179,24 +165,6 @@ def test_every_way_computes_what_one_device_computes(ways: Ways, least: int) -> 
         torch.testing.assert_close(step.loss, values[graph.loss], rtol=1e-12, atol=0)
         for target, value in graph.gradients.items():
             torch.testing.assert_close(step.gradients[target], values[value], rtol=1e-10, atol=1e-12)
-
-
-def train(rank: int, given: list[Plan]) -> list[list[float]]:
-    """Errors of the loss and of all gradients of GPT-2 by each plan, as it is run by default."""
-    model, ids = gpt2.build(), gpt2.batch(1)
-    expected = gpt2.lm_loss(model(ids), ids)
-    expected.backward()
-    found = []
-    for plan in given:
-        example = {"example_inputs": (gpt2.batch(),), "example_targets": gpt2.batch(), "loss_fn": gpt2.lm_loss}
-        program = hap.compile(gpt2.build(), plan=plan, **example)
-        mine, targets = program.shard_batch((ids,), ids)
-        loss = program(*mine, targets=targets)
-        loss.backward()
-        gradients = program.full_gradients()
-        errors = [errors_of(gradients[n], p.grad) for n, p in model.named_parameters() if n in gradients]
-        found.append([errors_of(loss.detach(), expected.detach()), *errors])
-    return found
 
 
 def test_real_ranks_compute_what_one_device_computes() -> None:

@@ -19,7 +19,7 @@ from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
 from hap.search import mixing
-from hap.search.assemble import assemble_plan, used_groups
+from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.judge import as_run_s, finest
 from hap.search.limits import LIMITS
@@ -32,7 +32,7 @@ from hap.search.recompute import after_steps, blocks_of, steps_of
 from tests._support import gpt2
 from tests._support.ranks import run_ranks
 from tests.runtime.test_features_models import apart
-from tests.search.models import cluster, mlp
+from tests.search.models import cluster, mlp, plan_of
 
 DEEP = mlp(batch=4096, width=1024, layers=16)
 SLOW = cluster((10, "16GB"), (10, "16GB"), (5, "16GB"), network="3GB/s")  # all sums take as long as all calls
@@ -150,18 +150,7 @@ def mixed_plan(
     mixture = _Mixture.of(problem, best)
     assert mixture.kinds
     mixed = mixture.turned(dict.fromkeys(range(len(mixture.kinds)), part))
-    plan = assemble_plan(
-        found,
-        devices,
-        mixed.strategies,
-        mixed.sizes,
-        mixed.evaluation,
-        optimizer="adamw",
-        model_name=found.graph.name,
-        lower_bound_s=None,
-        solver={},
-        recomputed=mixed.recomputed,
-    )
+    plan = plan_of(found, devices, mixed)
     return plan, weights(best, found.graph), weights(mixed, found.graph)
 
 

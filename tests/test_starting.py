@@ -203,7 +203,8 @@ def test_hap_run_with_the_plan_starts_the_others(
     Path("all.yaml").write_text(TEXT)
     Path("other.yaml").write_text(TEXT.replace("1MB/s", "2MB/s"))
     Path("fewer.plan.json").write_text(fewer().to_json())
-    Path("script.py").write_text("import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], sys.argv[1:])")
+    said = "f\"{os.environ['RANK']} {os.environ['WORLD_SIZE']} {sys.argv[1:]}\\n\".encode()"
+    Path("script.py").write_text(f"import os, sys; os.write(1, {said})")  # at once: ranks' lines do not mix
     asked = ["run", "--plan", "fewer.plan.json", "--cluster"]
     with pytest.raises(SystemExit) as ended:
         cli.main([*asked, "all.yaml", "script.py", "--steps", "3"])

@@ -3,7 +3,7 @@
 Gradients above all: each must go home as soon as it is made, and may as well wait for the next few. And what one module
 gathers of its parameters. A bundle is closed when it would hold more than ``limit_bytes`` (of the whole values), so
 that the wire is busy early and little is held twice. What only the loss needs is in no bundle with what others need: it
-may be late, and they may not.
+may be late, and they may not; nor is what is read before any product in one with what has time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _collect(program: Program, part: Sequence[Instruction], alone: frozenset[int
         if not isinstance(convert, Convert):
             continue
         nbytes = program.held[convert.input].meta.nbytes
-        key = (*_key(program, convert), window.position in alone)
+        key = (*_key(program, convert), window.position in alone, window.is_urgent)
         bundle = open_.get(key)
         if bundle is not None and bundle.nbytes + nbytes <= limit_bytes:
             ready, due = max(bundle.ready, window.ready), min(bundle.due, window.due)

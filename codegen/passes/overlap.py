@@ -4,8 +4,10 @@ Their order among each other is that in which they begin, written in the program
 passes: ``prefetch_parameters`` for what could begin at once, a parameter to be gathered: it begins when the one
 ``ahead`` places before it has been waited for, since otherwise all gathered parameters would be held together, and
 behind collectives that come before any product: on one wire they would wait for a parameter that is needed later.
-``overlap_collectives`` for what the part itself makes. A collective with nothing to do meanwhile, be it another
-collective, stays as it is.
+``overlap_collectives`` for what the part itself makes: it begins when it is made, but behind what is urgent, that is,
+read before any product: what the weights of a convolution are sent for can wait until the few bytes are through that
+the batch norm below it needs at once. A collective with nothing to do meanwhile, be it another collective, stays as it
+is.
 """
 
 from __future__ import annotations
@@ -61,8 +63,10 @@ def _behind(part: Sequence[Instruction], others: Sequence[int], begin: int) -> i
 
 
 def _overlapped(part: Sequence[Instruction]) -> list[tuple[Window, int]]:
-    """The others begin where what they carry is made."""
-    return [(w, w.ready) for w in find_windows(part) if w.ready > 0 or w.is_result]
+    """The others begin where what they carry is made, and what has time, behind what is urgent."""
+    windows = [w for w in find_windows(part) if w.ready > 0 or w.is_result]
+    urgent = [w.position for w in windows if w.is_urgent]
+    return [(w, w.ready if w.is_urgent else min(_behind(part, urgent, w.ready), w.due)) for w in windows]
 
 
 def _started(

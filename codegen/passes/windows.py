@@ -11,12 +11,14 @@ from hap.codegen.program import Call, Convert, Instruction, Together
 @dataclass(frozen=True)
 class Window:
     """The collective at ``position`` may stand before any instruction from number ``ready`` to number ``due`` (of the
-    part as it is; the part's length: at its end). ``is_result``: after ``due`` nothing is computed that takes time."""
+    part as it is; the part's length: at its end). ``is_result``: after ``due`` nothing is computed that takes time;
+    ``is_urgent``: something is, and no product comes before it."""
 
     position: int
     ready: int
     due: int
     is_result: bool
+    is_urgent: bool
 
 
 def work_of(instruction: Instruction) -> Together | None:
@@ -43,7 +45,7 @@ def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
         ready = 1 + max((made.get(name, -1) for name in work.inputs), default=-1)
         reads = [first_read[name] for name in work.outputs if name in first_read]
         due = min(reads, default=len(part))
-        windows.append(Window(position, ready, due, due >= idle))
+        windows.append(Window(position, ready, due, due >= idle, due < idle and not has_product(part[ready:due])))
     return tuple(windows)
 
 

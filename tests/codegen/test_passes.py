@@ -6,21 +6,24 @@ import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from hap.capture import capture, interpret, source_values
 from hap.codegen.lowering import lower
 from hap.codegen.passes.bucket import bucket_collectives
 from hap.codegen.passes.fuse import fuse_calls
 from hap.codegen.passes.hoist import hoist_batch_sums
-from hap.codegen.passes.overlap import _prefetched, overlap_collectives, prefetch_parameters
+from hap.codegen.passes.overlap import _overlapped, _prefetched, overlap_collectives, prefetch_parameters
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
 from hap.codegen.passes.sink import sink_results
+from hap.codegen.passes.windows import work_of
 from hap.codegen.program import Call, Convert, Program, Start, Together, Wait, verify_program
 from hap.codegen.source import to_python
 from hap.errors import PlanError
@@ -31,7 +34,7 @@ from hap.rules.choices import Choices, choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.runtime.lockstep import run_lockstep
 from tests._support import cases, gpt2
-from tests._support.plans import make_plan, random_sizes, random_strategies
+from tests._support.plans import greedy_strategies, make_plan, random_sizes, random_strategies, sizes_for
 from tests.codegen.test_lockstep import Small
 
 NAMES = ("renames", "dead_code", "recompute", "fuse", "hoist", "sink", "bucket", "prefetch", "overlap")
@@ -221,6 +224,44 @@ def test_what_a_product_comes_before_is_not_waited_for(op: str, begin: int) -> N
     reading = Call(("out",), "aten.mm.default", (Value("z"), Value("p__r")), (), "")
     ((window, at),) = _prefetched((first, summed, last, gathered, reading), 2)
     assert (window.position, at) == (3, begin)
+
+
+@pytest.mark.parametrize(
+    ("op", "behind"),
+    [("aten.threshold_backward.default", True), ("aten.view.default", True), ("aten.mm.default", False)],
+)
+def test_what_has_time_begins_behind_what_has_none(op: str, behind: bool) -> None:
+    """A call makes a gradient, and what another call makes the sums of that the next product needs; wherever the
+    gradient's conversion stands, and unless another product comes first."""
+    both = Call(("x", "w"), "aten.convolution_backward.default", (Value("v"),), (), "")
+    other = Call(("s",), op, (Value("x"), Value("x")), (), "")
+    urgent = Convert("s__r", "s", "all_reduce", "ring", PARTIAL, REPLICATE, "backward", "")
+    patient = Convert("w__r", "w", "all_reduce", "ring", PARTIAL, REPLICATE, "backward", "")
+    product = Call(("y",), "aten.mm.default", (Value("x"), Value("s__r")), (), "")
+    for part in ((both, patient, other, urgent, product), (both, other, urgent, product, patient)):
+        begins = {w.position: at for w, at in _overlapped(part)}
+        sent, summed = begins[part.index(patient)], part.index(urgent)
+        assert begins[summed] == part.index(other) + 1
+        assert sent == (summed + 1 if behind else 1)
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+def test_sums_of_a_batch_norm_go_before_gradients_of_a_convolution(limit: int) -> None:
+    """On one wire each layer's backward pass would wait for the weights of the layer above, be they bundled or not."""
+    layers = [layer for _ in range(3) for layer in (nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU())]
+    graph = capture(nn.Sequential(*layers), (torch.randn(4, 3, 6, 6),), loss_fn=torch.sum)
+    found = choices(graph)
+    plan = make_plan(found, greedy_strategies(found, {"args.0": (0, 4)}), sizes_for(found, (3, 1)))
+    program = overlap_collectives(bucket_collectives(lower(graph, plan), limit_bytes=limit))
+    verify_program(program)
+    part = program.backward
+    norms = [i for i, x in enumerate(part) if isinstance(x, Call) and x.op == "hap.batch_norm_backward.default"]
+    assert len(norms) == 3
+    for before, norm in pairwise((-1, *norms)):
+        sent = [i.work if isinstance(i, Start) else work_of(i) for i in part[before + 1 : norm]]
+        read = [{name in part[norm].inputs for name in work.outputs} for work in sent if work is not None]
+        urgent = [True in names for names in read]
+        assert urgent[0] and urgent == sorted(urgent, reverse=True) and {True, False} not in read
 
 
 def test_what_was_started_ahead_is_not_started_again() -> None:

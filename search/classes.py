@@ -4,7 +4,8 @@ A node's first colour is its operator, literals, output shapes, phase, role as a
 their groups renamed in order of appearance; nodes of one colour therefore have strategies that correspond *by index*.
 Each of ``RADIUS`` rounds then refines a colour by the colours of what the node reads and of what reads it
 (Weisfeiler-Lehman; feasibility-details.md section 4). Nodes of one final colour form a ``NodeClass`` and get one common
-decision: the index of a strategy. Layers need not be matched, and the first and last ones stay free.
+decision: the index of a strategy. Layers need not be matched, and the first and last ones stay free. So do steps in
+time that were unrolled: which of many pieces one of them reads or makes is a serial number, if the pieces are alike.
 
 A tied decision is never an approximation of the cost: the values of a class fall into ``ValueClass`` es, values whose
 producer and consumers have the same pattern of equal and different placements, and a cost of a class is the sum over
@@ -24,8 +25,13 @@ from hap.plan import Strategy
 
 K = TypeVar("K")
 RADIUS = 4
-# (operator, argument): a serial number, which costs nothing
-NUMBERED = frozenset({("hap.dropout.default", 3), (HOSTS_SUM, SITE)})
+# (operator, argument): a serial number, or where something begins or ends, which costs nothing
+NUMBERED = frozenset(
+    {("hap.dropout.default", 3), (HOSTS_SUM, SITE), ("aten.select.int", 2)}
+    | {("aten.slice.Tensor", argument) for argument in (2, 3)}
+)
+JOINING = frozenset({"aten.cat.default", "aten.stack.default"})  # whose inputs are alike but for their order
+MANY = 8  # pieces; of fewer each may play a part of its own
 HOME = -1  # position of a need that is the placement of a parameter's or buffer's own output
 Candidates = Mapping[str, Sequence[Strategy]]  # node -> its strategies, after pins
 
@@ -95,9 +101,11 @@ def find_classes(
 @dataclass(frozen=True)
 class Read:
     """``value`` is read by ``reader`` at a tensor argument, or must end where that source lives (``HOME``), or is the
-    loss (no reader), in one of the placements ``wants``. ``number``: which of the value's distinct wants this is."""
+    loss (no reader), in one of the placements ``wants``. ``number``: which of the value's distinct wants this is.
+    ``index``: of the outputs of its producer that are like the value, the first; ``position`` likewise."""
 
     value: Value
+    index: int
     reader: str | None
     position: int
     phase: Phase
@@ -108,10 +116,13 @@ class Read:
 def find_reads(graph: Graph, candidates: Candidates) -> dict[Value, tuple[Read, ...]]:
     """Every read of every value, in program order; those of results last."""
     found: dict[Value, list[tuple[str | None, int, Phase, tuple[Placement, ...]]]] = {}
+    firsts: dict[str, tuple[int, ...]] = {}
     for node in graph.nodes:
+        firsts[node.name] = _first_outputs(node, candidates[node.name])
+        positions = _first_inputs(graph, node, candidates[node.name])
         for position, value in enumerate(node.inputs):
             wants = tuple(s.inputs[position] for s in candidates[node.name])
-            found.setdefault(value, []).append((node.name, position, node.phase, wants))
+            found.setdefault(value, []).append((node.name, positions[position], node.phase, wants))
     homes = {n.target: n.name for n in graph.nodes if n.op in ("parameter", "buffer")}
     found.setdefault(graph.loss, []).append((None, HOME, graph.by_name[graph.loss.node].phase, (REPLICATE,)))
     for target, value in (*graph.gradients.items(), *graph.updates.items()):
@@ -120,32 +131,63 @@ def find_reads(graph: Graph, candidates: Candidates) -> dict[Value, tuple[Read, 
     reads: dict[Value, tuple[Read, ...]] = {}
     for value, users in found.items():
         numbers: dict[object, int] = {}
-        reads[value] = tuple(Read(value, *user, numbers.setdefault(user[3], len(numbers))) for user in users)
+        index = firsts[value.node][value.index]
+        reads[value] = tuple(Read(value, index, *user, numbers.setdefault(user[3], len(numbers))) for user in users)
     return reads
+
+
+def who_reads(graph: Graph, reads: Sequence[Read], colour: Mapping[str, int]) -> tuple[tuple[int, int, int], ...]:
+    """Of the reads of a value that is one of many: the readers' colours, where they read it, which of its wants they
+    have. Of others nothing: which output they are says more."""
+    if len(graph.by_name[reads[0].value.node].outputs) < MANY:
+        return ()
+    return tuple(sorted((-1 if r.reader is None else colour[r.reader], r.position, r.number) for r in reads))
+
+
+def _first_outputs(node: Node, options: Sequence[Strategy]) -> tuple[int, ...]:
+    """For each output the first that is like it, if there are many."""
+    if len(node.outputs) < MANY:
+        return tuple(range(len(node.outputs)))
+    return _firsts([(repr(m), *(s.outputs[i] for s in options)) for i, m in enumerate(node.outputs)])
+
+
+def _first_inputs(graph: Graph, node: Node, options: Sequence[Strategy]) -> tuple[int, ...]:
+    """For each input of a call that joins many the first that is like it."""
+    if node.op not in JOINING or len(node.inputs) < MANY:
+        return tuple(range(len(node.inputs)))
+    return _firsts([(repr(graph.meta(v)), *(s.inputs[i] for s in options)) for i, v in enumerate(node.inputs)])
+
+
+def _firsts(keys: Sequence[object]) -> tuple[int, ...]:
+    """For each the position of its first equal."""
+    first: dict[object, int] = {}
+    return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
 
 def find_colours(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) -> tuple[Mapping[str, int], ...]:
     """Node -> colour, after 0, 1, ..., ``radius`` rounds of refinement; after each, a colour says the colours of the
-    round before of all that a node reads and is read by, and which of the placements on the way are equal."""
+    round before of all that a node reads and is read by, and which of the placements on the way are equal. Of a value
+    that is one of many, it says who else reads it, too: all else does not tell it from the others."""
     reads = find_reads(graph, candidates)
-    labels = _number((v, (_pattern(candidates, v, r), v.index)) for v, r in reads.items())
-    inputs: dict[str, list[tuple[str, int, int, int]]] = {n.name: [] for n in graph.nodes}
-    readers: dict[str, list[tuple[str, int, int, int]]] = {n.name: [] for n in graph.nodes}
+    labels = _number((v, (_pattern(candidates, v, r), r[0].index)) for v, r in reads.items())
+    inputs: dict[str, list[tuple[Value, int, int, int]]] = {n.name: [] for n in graph.nodes}
+    readers: dict[str, list[tuple[str, Value, int, int, int]]] = {n.name: [] for n in graph.nodes}
     for value, users in reads.items():
         for read in users:
             if read.reader is not None:
-                inputs[read.reader].append((value.node, read.position, labels[value], read.number))
-                readers[value.node].append((read.reader, read.position, labels[value], read.number))
+                inputs[read.reader].append((value, read.position, labels[value], read.number))
+                readers[value.node].append((read.reader, value, read.position, labels[value], read.number))
     colour = _number((n.name, _first_colour(graph, n, candidates[n.name])) for n in graph.nodes)
     rounds = [colour]
     for _ in range(radius):
+        who = {value: who_reads(graph, users, colour) for value, users in reads.items()}
         colour = _number(
             (
                 n.name,
                 (
                     colour[n.name],
-                    tuple(sorted((colour[p], *edge) for p, *edge in inputs[n.name])),
-                    tuple(sorted((colour[r], *edge) for r, *edge in readers[n.name])),
+                    tuple(sorted((colour[v.node], *edge, who[v]) for v, *edge in inputs[n.name])),
+                    tuple(sorted((colour[r], *edge, who[v]) for r, v, *edge in readers[n.name])),
                 ),
             )
             for n in graph.nodes
@@ -216,7 +258,7 @@ def _value_classes(graph: Graph, candidates: Candidates, of: Mapping[str, int]) 
         assert None not in produced, f"{value} has no placement"
         slots, needed = tuple(slot for slot, _ in reads), tuple(need for _, need in reads)
         flat = [*produced, *(p for need in needed for p in need)]
-        key = (of[value.node], value.index, slots, tuple(map(len, needed)), rename_groups(flat))
+        key = (of[value.node], users[0].index, slots, tuple(map(len, needed)), rename_groups(flat))
         shape[key] = (of[value.node], slots)
         found.setdefault(key, []).append((value, produced, needed))  # type: ignore[arg-type]
     return tuple(

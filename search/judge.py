@@ -83,7 +83,7 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     watch = _Stopwatch(chooser)
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
-    watch.look(f for f in _plainly(chooser, met[0] if met else best) if f.fits)
+    watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
     watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
@@ -204,11 +204,11 @@ def are_alike(one: Found, other: Found) -> bool:
     )
 
 
-def _plainly(chooser: Chooser, first: Found) -> Iterator[Found]:
+def _plainly(chooser: Chooser, first: Found, best: Found) -> Iterator[Found]:
     """The strategies at the sizes of ``first`` for collectives in their plainest form, with their shares dealt out
     anew. Bundled and beside compute, collectives gain little from other forms, and a choice that counts on them may
-    lose."""
-    found = chooser.strategies(first.sizes, first.regather, first.left_out, plain=True)
+    lose. Where memory makes it far longer than ``best``, it is not looked for."""
+    found = chooser.strategies(first.sizes, first.regather, first.left_out, best=best, plain=True)
     if found is not None:
         yield _dealt_out(chooser, found)
 

@@ -10,12 +10,14 @@ whose minimum over s is a program in the flow form of ``milp``. Its LP relaxatio
 adding up its rows over what looks alike, which can only make the minimum smaller: so the bound holds.
 
     x[a,i] >= 0           of the nodes of type a (colour after R rounds), the fraction that takes option i
-    F[v,k,p,q] >= 0       of the values v (colour of the producer after R - 1 rounds), how many are read by slot k (the
-                          reader's colour after R - 2) in q when they were produced in p
+    F[v,k,p,q] >= 0       of the values v (colour of the producer after R - 1 rounds, which output, and of one of many
+                          who reads it, in colours after R - 2), how many are read by slot k (the reader's colour after
+                          R - 2) in q when they were produced in p
     C[v,p,q] >= 0         how many are converted from p to q
 
     one:      sum_i x[a,i] = 1
-    produced: sum_q F[v,k,p,q] = m[v,k] sum_{a in v, i gives p} |a| x[a,i]        m: such reads of each of these values
+    produced: sum_q F[v,k,p,q] = m[v,k] sum_{a in v, i gives p} n[v,a] x[a,i]     m: such reads of each of these values,
+                                                                                  n: of which so many are made by a's
     wanted:   sum_p F[v,k,p,q] = sum_{a in k, j wants q} |a| x[a,j]
     shared:   m[v,k] C[v,p,q] >= F[v,k,p,q]
     kept:     K[v,p] + A[v,p] >= F[v,k,p,R] / m[v,k] + F[v,l,p,R] / m[v,l] - sum_{i gives p} |a| x[a,i]
@@ -53,7 +55,7 @@ from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.plan import Strategy
 from hap.search.bound import Line, device_classes, line_seconds, node_line, weighted_bound
-from hap.search.classes import RADIUS, Read, find_reads
+from hap.search.classes import RADIUS, Read, find_reads, who_reads
 from hap.search.least import Least
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import Facts
@@ -169,19 +171,21 @@ class Relaxation:
         # variable, flows of one conversion, bytes, from, to
         self.conversions: list[tuple[int, int, int, Placement, Placement]] = []
         reads = find_reads(self.facts.graph, self.facts.candidates)
-        classes: dict[tuple[int, int], list[Value]] = {}
-        for value in reads:
-            classes.setdefault((self.of_value[value.node], value.index), []).append(value)
-        for key, values in classes.items():
-            self._value(f"{values[0]}", [reads[v] for v in values], key)
+        classes: dict[object, list[Value]] = {}
+        for value, users in reads.items():
+            who = who_reads(self.facts.graph, users, self.of_reader)
+            classes.setdefault((self.of_value[value.node], users[0].index, who), []).append(value)
+        for values in classes.values():
+            self._value(f"{values[0]}", [reads[v] for v in values])
 
-    def _value(self, label: str, reads: Sequence[Sequence[Read]], key: tuple[int, int]) -> None:
+    def _value(self, label: str, reads: Sequence[Sequence[Read]]) -> None:
         supply: dict[int, list[tuple[int, float]]] = {}  # placement number -> terms
-        first, index = reads[0][0].value, key[1]
+        first, index = reads[0][0].value, reads[0][0].index
         numbers = _numbered([s.outputs[index] for s in self.facts.candidates[first.node]])
-        for a in dict.fromkeys(self.fine[r[0].value.node] for r in reads):
+        makers = [self.fine[r[0].value.node] for r in reads]
+        for a in dict.fromkeys(makers):
             for i, variable in enumerate(self.x[a]):
-                supply.setdefault(numbers[i], []).append((variable, float(self.count[a])))
+                supply.setdefault(numbers[i], []).append((variable, float(makers.count(a))))
         slots: dict[object, list[Read]] = {}
         for users in reads:
             for read in users:

@@ -47,6 +47,14 @@ def mixer(batch: int, length: int, width: int) -> Choices:
 
 
 @cache
+def unrolled(steps: int, batch: int = 8, width: int = 8) -> Choices:
+    """An Elman network over (batch, steps, width), its steps in time calls of their own."""
+    with torch.device("meta"):
+        model, x = nn.RNN(width, width, batch_first=True), torch.empty(batch, steps, width)
+    return choices(capture(model, x, loss_fn=lambda out: out[0].square().mean(), name="unrolled"))
+
+
+@cache
 def gpt2(layers: int, batch: int = 16, length: int = 128, width: int = 256, heads: int = 4) -> Choices:
     """Hugging Face GPT-2 with its own loss and a vocabulary of 4,000."""
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -21,7 +21,7 @@ from hap.search.prices import Facts
 from hap.search.recompute import after_steps, steps_of
 from hap.search.relaxation import Relaxation, lower_bound
 from hap.search.rounding import round_shares
-from tests.search.models import cluster, mlp
+from tests.search.models import cluster, mlp, unrolled
 
 
 def test_two_devices_by_hand() -> None:
@@ -88,6 +88,20 @@ def test_the_joint_bound_is_below_random_plans(seed: int) -> None:
         ratios = [rng.random() * rng.choice([0, 1, 1]) + 1e-3 for _ in speeds]
         sizes = {name: round_shares(ratios, g.n) for name, g in found.groups.items()}
         assert bound.seconds <= evaluate(found.graph, strategies, sizes, devices).step_s
+
+
+@pytest.mark.parametrize("network", ["100MB/s", "10GB/s"])
+def test_the_joint_bound_is_below_random_plans_of_steps_in_time(network: str) -> None:
+    """Calls of one class read and make different pieces of what is cut into many."""
+    rng = random.Random(3)
+    found, devices = unrolled(12), cluster((4, "1GB"), (1, "1GB"), network=network, memory_bandwidth="1GB/s")
+    bound = lower_bound(Facts(found.graph, found.strategies, devices, "adamw"))
+    for _ in range(60):
+        strategies = random_strategies(found, rng)
+        sizes = {name: round_shares([rng.random(), 1], g.n) for name, g in found.groups.items()}
+        assert bound.seconds <= evaluate(found.graph, strategies, sizes, devices).step_s
+    plan = plan_graph(found, devices)
+    assert bound.seconds <= plan.predicted.step_s < 3 * bound.seconds
 
 
 @pytest.mark.parametrize("network", ["100MB/s", "10GB/s"])

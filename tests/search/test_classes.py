@@ -1,8 +1,9 @@
 """Identical layers are one class, and a class decides for real nodes."""
 
+from hap.graph import Value
 from hap.placement import REPLICATE, Shard
-from hap.search.classes import find_bundles, find_classes, rename_groups
-from tests.search.models import gpt2
+from hap.search.classes import JOINING, find_bundles, find_classes, find_reads, rename_groups
+from tests.search.models import gpt2, unrolled
 
 
 def test_inner_layers_are_solved_once() -> None:
@@ -11,6 +12,26 @@ def test_inner_layers_are_solved_once() -> None:
     assert sum(len(c.members) for c in many.nodes) == len(gpt2(8).graph.nodes)
     assert len(many.nodes) - len(few.nodes) <= 4
     assert max(len(c.members) for c in many.nodes) >= 8
+
+
+def test_steps_in_time_are_solved_once() -> None:
+    """Beyond the reach of the refinement, and where which of many pieces is read or made is all that differs."""
+    few, many = (find_classes(c.graph, c.strategies) for c in (unrolled(16), unrolled(24)))
+    assert len(many.nodes) == len(few.nodes) < len(unrolled(16).graph.nodes)
+    assert len(many.values) == len(few.values)
+    assert [len(c.members) for c in many.nodes] != [len(c.members) for c in few.nodes]
+
+
+def test_few_pieces_keep_their_places() -> None:
+    """Queries, keys and values are parts of one product."""
+    found = gpt2(2)
+    reads = find_reads(found.graph, found.strategies)
+    splits = [n for n in found.graph.nodes if n.op.startswith("aten.split")]
+    assert splits and all(reads[Value(n.name, i)][0].index == i for n in splits for i in range(len(n.outputs)))
+    steps = unrolled(12)
+    joined = [r for rs in find_reads(steps.graph, steps.strategies).values() for r in rs if r.reader is not None]
+    cats = [r for r in joined if steps.graph.by_name[r.reader].op in JOINING]
+    assert len(cats) >= 12 and {r.position for r in cats} == {0}
 
 
 def test_tied_nodes_have_strategies_that_correspond() -> None:

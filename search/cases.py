@@ -51,24 +51,12 @@ FIRST = seeded(lp_algorithm=DUAL, presolve=OFF)
 NEXT = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, presolve=OFF, iteration_limit=20_000)
 
 
-def bound_by_cases(facts: Facts, known_s: float, enough_s: float, *, most: int = BOXES) -> float:
-    """Seconds that every plan takes at least: ``known_s``, which is proved, or more, after at most ``most`` boxes of
-    the batch's sizes; no more than ``SHORT_OF`` below ``enough_s`` is looked for, and no longer than it rises."""
-    if known_s >= enough_s * (1 - SHORT_OF) or (cases := Cases.of(facts, known_s, alone=True)) is None:
-        return known_s
-    found: list[float] = []
-    while len(found) < most and cases.step(enough_s):
-        found.append(cases.bound_s)
-        if len(found) > PATIENCE and found[-1] < found[-PATIENCE] * (1 + WORTH):
-            break
-    return cases.bound_s
-
-
 class Cases:
     """The boxes of one cluster so far. ``bound_s`` is proved, and rises."""
 
     def __init__(self, bounds: _Bounds, known_s: float) -> None:
         self._bounds, self._numbers = bounds, itertools.count(1)
+        self._found: list[float] = []  # the bound after each box
         self._heap = [_Open(known_s, 0, bounds.boxes.everything, bounds.points[-1])]
 
     @classmethod
@@ -89,6 +77,16 @@ class Cases:
     @property
     def bound_s(self) -> float:
         return self._heap[0].bound_s
+
+    def raised_s(self, enough_s: float, *, most: int = BOXES) -> float:
+        """The bound after at most ``most`` boxes, those of earlier calls among them; no more than ``SHORT_OF`` below
+        ``enough_s`` is looked for, and no longer than it rises."""
+        found = self._found
+        while len(found) < most and self.step(enough_s):
+            found.append(self.bound_s)
+            if len(found) > PATIENCE and found[-1] < found[-PATIENCE] * (1 + WORTH):
+                break
+        return self.bound_s
 
     def step(self, enough_s: float) -> bool:
         """The worst box is bounded. False where it is near enough already, or nothing is left to be split."""

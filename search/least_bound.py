@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hap.cost_models.sequence import ConversionCost
 from hap.plan import Strategy
-from hap.search.cases import SHORT_OF, Cases, bound_by_cases
+from hap.search.cases import SHORT_OF, Cases
 from hap.search.found import Found
 from hap.search.masses import Masses
 from hap.search.relaxation import lower_bound, relaxation
@@ -49,7 +49,7 @@ class LeastBound:
         self.searches, self._masses = searches, Masses()
         self._known: dict[int, float] = {}
         self._by_masses: dict[int, float] = {}
-        self._by_cases: dict[int, tuple[float, float]] = {}  # the bound, and the step that it was to come to
+        self._by_cases: dict[int, Cases | None] = {}
 
     def bound_s(self, number: int) -> float:
         """Of one of them, by the relaxation."""
@@ -95,7 +95,8 @@ class LeastBound:
         """What is known so far, or of computing alone."""
         found = {n: self._known.get(n, search.floor_s) for n, search in enumerate(self.searches)}
         for n in found:
-            found[n] = max(found[n], self._by_masses.get(n, 0.0), self._by_cases.get(n, (0.0, 0.0))[0])
+            cases = self._by_cases.get(n)
+            found[n] = max(found[n], self._by_masses.get(n, 0.0), 0.0 if cases is None else cases.bound_s)
         return found
 
     def _least(self, known: dict[int, float]) -> tuple[int, float]:
@@ -113,14 +114,13 @@ class LeastBound:
         return self._by_masses[number]
 
     def _split_s(self, number: int, known_s: float, step_s: float) -> float:
-        """By cases. What came to nothing for a shorter step would for a longer one, too."""
-        if number in self._by_cases:
-            found_s, aimed_s = self._by_cases[number]
-            if step_s <= aimed_s or found_s < (1 - SHORT_OF) * aimed_s:
-                return max(known_s, found_s)
-        found_s = bound_by_cases(self.searches[number].problem.facts, known_s, step_s)
-        self._by_cases[number] = found_s, step_s
-        return found_s
+        """By cases of the batch: those that were looked at for an earlier plan are gone on with."""
+        if known_s >= (1 - SHORT_OF) * step_s:
+            return known_s
+        if number not in self._by_cases:
+            self._by_cases[number] = Cases.of(self.searches[number].problem.facts, known_s, alone=True)
+        cases = self._by_cases[number]
+        return known_s if cases is None else max(known_s, cases.raised_s(step_s))
 
     def proofs(self, aim: Aim, most: int) -> Iterator[float]:
         """Raised for this plan, and then after each of at most so many boxes of the batch's and other groups' sizes,

@@ -13,7 +13,7 @@ from hap.placement import Shard, Sizes
 from hap.rules.choices import Choices
 from hap.search import plan_graph
 from hap.search.boxes import Boxes, _dealt
-from hap.search.cases import Cases, _Bounds, bound_by_cases, find_batch, find_main, find_shared
+from hap.search.cases import BOXES, Cases, _Bounds, find_batch, find_main, find_shared
 from hap.search.crossing import Box, Fractions, crossing_s, of_host
 from hap.search.pins import Pins
 from hap.search.prices import Facts
@@ -204,7 +204,7 @@ def test_below_random_plans(seed: int) -> None:
     facts = Facts(found.graph, found.strategies, devices, "adamw")
     base = lower_bound(facts)
     assert base is not None
-    bound_s = bound_by_cases(facts, base.seconds, float("inf"))
+    bound_s = _raised_s(facts, base.seconds, float("inf"))
     every = Cases.of(facts, base.seconds, alone=False)
     assert bound_s >= base.seconds and every is not None
     for _ in range(60):
@@ -248,14 +248,35 @@ def test_whole_samples_count() -> None:
     facts = Facts(found.graph, only, devices, "adamw")
     base = lower_bound(facts)
     assert base is not None
-    bound_s = bound_by_cases(facts, base.seconds, float("inf"))
+    bound_s = _raised_s(facts, base.seconds, float("inf"))
     assert bound_s / base.seconds == pytest.approx(4 / 3, rel=0.08)
 
 
 def test_no_more_than_enough_is_looked_for() -> None:
     found, devices = mlp(batch=8, width=8), cluster((1, "1GB"), (2, "1GB"))
     facts = Facts(found.graph, found.strategies, devices, "adamw")
-    assert bound_by_cases(facts, 1.0, 0.5) == 1.0
+    assert _raised_s(facts, 1.0, 0.5) == 1.0
+
+
+def test_boxes_are_looked_at_once_for_whatever_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, devices = mlp(batch=64, width=64), hosts(("a", 2, 1.0, "0.1GB/s"), ("b", 1, 0.2, "0.1GB/s"))
+    facts = Facts(found.graph, found.strategies, devices, "adamw")
+    known_s, seen = lower_bound(facts).seconds, list[Box]()
+    solve = _Bounds.bound_s
+
+    def counted(bounds: _Bounds, box: Box, known_s: float, enough_s: float) -> object:
+        seen.append(box)
+        return solve(bounds, box, known_s, enough_s)
+
+    monkeypatch.setattr(_Bounds, "bound_s", counted)
+    cases = Cases.of(facts, known_s, alone=True)
+    assert cases is not None
+    near_s = cases.raised_s(known_s * 1.03)
+    first = len(seen)
+    assert first and cases.raised_s(known_s * 1.02) == near_s and len(seen) == first
+    far_s = cases.raised_s(float("inf"))
+    assert far_s > near_s and len(seen) > first
+    assert len(set(seen)) == len(seen) <= BOXES
 
 
 def _ratios(rng: random.Random, devices: ClusterSpec) -> list[float]:
@@ -269,3 +290,10 @@ def test_groups_of_single_layers_have_no_boxes() -> None:
     relaxed, batch = relaxation(facts), find_batch(facts)
     assert batch is not None and batch[0] in find_shared(relaxed.facts, relaxed.fine)
     assert 0 < len(find_shared(relaxed.facts, relaxed.fine)) < len(found.groups)
+
+
+def _raised_s(facts: Facts, known_s: float, enough_s: float) -> float:
+    """By cases of the batch."""
+    cases = Cases.of(facts, known_s, alone=True)
+    assert cases is not None
+    return cases.raised_s(enough_s)

@@ -8,8 +8,9 @@
 
 The figure is how much longer the step is without, by the clock that plans are chosen by: the program as it runs. None
 may be shorter. A second table has the step with nothing overlapped, by which nothing is chosen. A third has plans in
-which alike layers hold alike parameters alike (``search/mixing.py`` left out), and plans in which both readers of a
-weight are served together (``search/apart.py`` left out), where slow devices may be left out.
+which alike layers hold alike parameters alike (``search/mixing.py`` left out), plans in which both readers of a weight
+are served together (``search/apart.py`` left out), and plans whose collectives go in the order in which what they carry
+is made (nothing is urgent for ``codegen/passes``), where slow devices may be left out.
 Beside it A* against the MILP: the same strategies' prices at fixed shares, both solved.
 
     python benchmarks/planning_ablations.py [--cases gpt2@mix-4,vgg19@mix-16] [--astar gpt2@mix-4]
@@ -65,6 +66,13 @@ MOVED = (
     "hap_bert_moe@hap",
 )
 MOVED += ("gpt2@mix-128", "bert@mix-128")
+MOVED += tuple(f"{model}@{name}" for model in ("vgg19", "resnet50", "unet") for name in ("mix-4", "mix-16"))
+MOVED += ("vgg19@hap", "vgg19@mix-128")
+UNMOVED = {  # what is left out: what is changed, and to what
+    "parameters held alike": ("hap.search.planner.or_mixed", lambda _, best, overlapped_s: (best, overlapped_s)),
+    "readers served together": ("hap.search.planner.or_apart", lambda _, best, overlapped_s: (best, overlapped_s)),
+    "nothing urgent": ("hap.codegen.passes.windows.has_product", lambda meanwhile: True),
+}
 PLAIN = {
     (kind, backend): (name,)
     for backend in ("nccl", "gloo")
@@ -192,15 +200,13 @@ ABLATIONS: Mapping[str, Ablation] = {
 }
 
 
-def unmoved(name: str) -> tuple[Plan, Plan, Plan]:
-    """The plan of a case on what is best left of its cluster; the one in which alike parameters lie alike; the one in
-    which all readers of a parameter are served together."""
-    case, planner = Case.named(name), "hap.search.planner"
-    plans = [plan_graph(case.found, case.spec, leave_out=True)]
-    for move in ("or_mixed", "or_apart"):
-        with mock.patch(f"{planner}.{move}", lambda _, best, overlapped_s: (best, overlapped_s)):
-            plans.append(plan_graph(case.found, case.spec, leave_out=True))
-    return plans[0], plans[1], plans[2]
+def unmoved(name: str) -> tuple[Plan, dict[str, Plan]]:
+    """The plan of a case on what is best left of its cluster; the same with one thing after another left out."""
+    case, without = Case.named(name), dict[str, Plan]()
+    for what, (changed, instead) in UNMOVED.items():
+        with mock.patch(changed, instead):
+            without[what] = plan_graph(case.found, case.spec, leave_out=True)
+    return plan_graph(case.found, case.spec, leave_out=True), without
 
 
 # ---- A* and the MILP ----
@@ -277,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "By this clock no plan is chosen: a plan may be longer here that is shorter as it runs, and a minus says so."
     )
     moved = [_moved_row(report, name) for name in options.extra.moved.split(",")[: 1 if options.quick else None]]
-    columns = ("case", "ms", "parameters held alike", "longer", "readers served together", "longer")
+    columns = ("case", "ms", *(column for what in UNMOVED for column in (what, "longer")))
     report.table("What is changed last: the step as run", columns, moved)
     both = [compared(case) for case in options.extra.astar.split(",")[: 1 if options.quick else None]]
     report.figure("astar_agrees_with_milp", sum(bool(row[-1]) for row in both))
@@ -289,11 +295,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _moved_row(report: Report, name: str) -> list[str]:
-    free_s, *others_s = (plan.predicted.as_run_s for plan in unmoved(name))
-    row = [name, f"{free_s * 1e3:.1f}"]
-    for what, without_s in zip(("alike parameters alike", "readers together"), others_s, strict=True):
-        report.figure(f"slower with {what}, {name}", without_s / free_s - 1)
-        row += [f"{without_s * 1e3:.1f}", f"{without_s / free_s - 1:+.2%}"]
+    plan, others = unmoved(name)
+    row = [name, f"{plan.predicted.as_run_s * 1e3:.1f}"]
+    for what, other in others.items():
+        longer = other.predicted.as_run_s / plan.predicted.as_run_s - 1
+        report.figure(f"slower with {what}, {name}", longer)
+        row += [f"{other.predicted.as_run_s * 1e3:.1f}", f"{longer:+.2%}"]
     return row
 
 

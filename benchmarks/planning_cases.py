@@ -22,6 +22,7 @@ from hap.cluster import ClusterSpec
 from hap.graph import Graph
 
 PER_DEVICE = {"gpt2": 4, "bert": 8, "vit": 32, "vgg19": 32, "hap_bert_moe": 32}  # samples
+OTHERS = {"resnet50": 32, "unet": 2, "lstm": 16, "mixtral": 2, "convnext": 16}  # planned when they are asked for
 HOST = "  - {{name: h{i}, devices: [{{gpu: {gpu}, count: {count}}}], link: {link}, network: {network}}}\n"
 FABRIC = {
     "A100-40GB": ("nvlink", "{bandwidth: 100Gbit/s, latency: 20us}"),
@@ -98,7 +99,7 @@ def captured(model: str, devices: int) -> Graph:
     """The model's step; a model of the zoo with ``PER_DEVICE`` samples for each device."""
     if model in LLAMAS:
         return of_graph(model, LLAMAS[model].build())
-    case, batch = find(model).build("real"), PER_DEVICE[model] * devices
+    case, batch = find(model).build("real"), {**PER_DEVICE, **OTHERS}[model] * devices
     old = next(iter(_tensors(case.inputs))).shape[0]
     return of_graph(model, case, lambda tree: _resized(tree, old, batch))
 

@@ -16,8 +16,8 @@ of alike layers, are gone through once, those with most bytes first:
 
 A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
 summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from. Views on the way
-take what comes as it is. Asked where the backward pass is too short for all collectives, and the step as run longer
-than they, and than the compute of the busiest rank.
+take what comes as it is. Asked where the wire has something to do and the step as run is longer than all that it sends,
+and than the compute of the busiest rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 WAITING = 0.1  # of the busiest rank's compute, and of all collectives
-SENT = 0.6  # of the busiest rank's compute: the backward pass hides less than that
+SENT = 0.2  # of the busiest rank's compute: of less little is gained
 MUCH = 0.03  # of the bytes of all trained parameters: smaller kinds are left as they are
 PATIENCE = 2  # kinds in turn that are worth less than ...
 WORTH = 2e-3  # ... of the step
@@ -72,7 +72,7 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
 
 
 def _waits(best: Found, overlapped_s: float) -> bool:
-    """Whether much is sent, and the wire and the devices wait for each other for long."""
+    """Whether the wire has something to do, and it and the devices wait for each other for long."""
     busy_s, sent_s = max(best.evaluation.compute_s), best.evaluation.communication_s
     return sent_s > SENT * busy_s and overlapped_s > (1 + WAITING) * max(busy_s, sent_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
     so all may move at once."""
     made, first_read = _positions(part)
     idle, windows = _idle_from(part), []
+    products = [0, *itertools.accumulate(int(has_product((i,))) for i in part)]  # before each position
     for position, instruction in enumerate(part):
         work = work_of(instruction)
         if work is None:
@@ -45,7 +47,8 @@ def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
         ready = 1 + max((made.get(name, -1) for name in work.inputs), default=-1)
         reads = [first_read[name] for name in work.outputs if name in first_read]
         due = min(reads, default=len(part))
-        windows.append(Window(position, ready, due, due >= idle, due < idle and not has_product(part[ready:due])))
+        is_urgent = due < idle and products[due] == products[ready]
+        windows.append(Window(position, ready, due, due >= idle, is_urgent))
     return tuple(windows)
 
 

@@ -7,7 +7,7 @@ each lowered, rewritten and played (``score``); of the same strategies a program
 
 The candidates are those the search has met, what it would choose if collectives had their plainest form only, and the
 data-parallel family, which are points of the same space that a bulk-synchronous view passes by: whole or sharded
-parameters, each with the batch split by speed and evenly.
+parameters, each with the batch split by speed and evenly; of a small model everything on every rank.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from hap.cost_models.timeline import Event, Timeline, play
 from hap.graph import Graph
 from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.plan import GroupPlan, Plan
+from hap.rules.choices import replicated
 from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.problem import Problem, chosen
@@ -85,6 +86,7 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
     watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
     watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
+    watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
     dealt = deal_out_inputs(chooser, first.found)
@@ -103,6 +105,7 @@ def first_look_s(chooser: Chooser, found: Found) -> float:
     watch = _Stopwatch(chooser)
     watch.look([found])
     watch.look(f for f in _family(chooser, watch.least_s, throughout=(True,)) if f.fits)
+    watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     return watch.least_s
 
 
@@ -250,6 +253,24 @@ def _family(chooser: Chooser, least_s: float, throughout: Sequence[bool] = (Fals
             if (key := chosen(found.strategies)) not in dealt_out:
                 dealt_out.add(key)
                 yield _dealt_out(chooser, found)
+
+
+def _everywhere(chooser: Chooser, least_s: float) -> Iterator[Found]:
+    """Every call on every rank, where that may take less than ``least_s``: what a small model gains by being dealt out
+    it may lose to the launches of its collectives, which only a program that is played shows."""
+    problem = chooser.problem
+    if problem.world_size == 1 or float(problem.whole_s.max()) * LEANEST > least_s:
+        return
+    forced: dict[int, tuple[int, ...]] = {}
+    for number, alike in enumerate(problem.classes.nodes):
+        name = alike.members[0]
+        whole = replicated(problem.choices.graph.by_name[name])
+        forced[number] = tuple(i for i, s in enumerate(problem.facts.candidates[name]) if s == whole)
+    if all(forced.values()):
+        even = (1.0 / problem.world_size,) * problem.world_size
+        found = chooser.strategies(problem.round({}, even, even), False, (), forced=forced, limited=False)
+        if found is not None:
+            yield found
 
 
 def _forced(problem: Problem, batch: str, sharded: bool, throughout: bool) -> dict[int, tuple[int, ...]]:

@@ -13,7 +13,7 @@ from hap.cost_models.evaluate import evaluate
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
-from hap.search import Pins, plan_graph
+from hap.search import Pins, judge, plan_graph
 from hap.search.judge import played, played_s
 from hap.search.limits import LIMITS
 from hap.search.problem import Problem
@@ -102,6 +102,18 @@ class Picker(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.body(x)[:, 0])
+
+
+def test_a_small_model_is_computed_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dealt out it takes less with nothing overlapped, and more with the launches of its collectives. A larger one is
+    dealt out."""
+    on, small = cluster((4, "16GB"), (4, "16GB"), network="50GB/s"), mlp(batch=64, width=512, layers=4)
+    plan, large = plan_graph(small, on), plan_graph(mlp(batch=1024, width=1024), on)
+    assert not plan.conversions and [c for c in large.conversions if c.collective == "all_reduce"]
+    assert plan.predicted.as_run_s == pytest.approx(as_run(small, plan, on))
+    monkeypatch.setattr(judge, "_everywhere", lambda *_: ())
+    dealt = plan_graph(small, on).predicted
+    assert dealt.step_s < plan.predicted.step_s and dealt.as_run_s > 1.2 * plan.predicted.as_run_s
 
 
 def test_does_not_join_the_ranks_in_mid_step_to_save_what_a_bundle_takes_along() -> None:

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from hap.plan import Plan
 from hap.report.facts import DeviceRow, Facts
-from hap.report.summary import how_it_ended, parameter_lines, shortest, what_is_repeated, who_is_left_out
+from hap.report.summary import (
+    how_it_ended,
+    nothing_is_dealt_out,
+    parameter_lines,
+    shortest,
+    what_is_repeated,
+    who_is_left_out,
+)
 from hap.report.words import counted, listed, percent, quantity, ranks_in_words, seconds, starred, table
 from hap.starting import in_words, left_out, with_all
 
@@ -79,6 +86,8 @@ def hourly_price(facts: Facts) -> float | None:
 
 
 def _dealt(facts: Facts) -> str:
+    if (words := nothing_is_dealt_out(facts.plan)) is not None:
+        return f"{words[0].upper()}{words[1:]}."
     if facts.batch is None:
         return "Every device sees the whole batch; what is dealt out are the model's own dims (see the layers)."
     shares: dict[str, list[int]] = {}

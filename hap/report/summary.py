@@ -253,7 +253,19 @@ def parameter_lines(plan: Plan) -> list[str]:
     return table(rows)
 
 
+def nothing_is_dealt_out(plan: Plan) -> str | None:
+    """What to know of a plan by which every device does everything, None for any other."""
+    strategies = (plan.strategy(node) for node in plan.strategies)
+    if plan.world_size == 1 or any(isinstance(p, Shard) for s in strategies for p in (*s.inputs, *s.outputs)):
+        return None
+    least = min(range(plan.world_size), key=lambda rank: plan.predicted.compute_s[rank])
+    alone = seconds(plan.predicted.compute_s[least])
+    return f"nothing is dealt out: every device computes the whole step; {plan.devices[least]} alone would take {alone}"
+
+
 def _reasons(plan: Plan, cluster: ClusterSpec | None) -> Iterator[str]:
+    if (words := nothing_is_dealt_out(plan)) is not None:
+        yield words
     group = batch_group(plan)
     if group is not None:
         yield from _batch_shares(plan, plan.groups[group].sizes, cluster)

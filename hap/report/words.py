@@ -11,11 +11,12 @@ FEW_RANKS = 16  # up to here every rank is a row or a number of its own
 
 
 def seconds(value: float) -> str:
-    """Three significant digits in the unit that fits: ``412 ms``, ``1.37 s``, ``85.2 us``."""
+    """Three significant digits in the unit that fits: ``412 ms``, ``1.37 s``, ``85.2 us``. Less than a picosecond is
+    what sums were rounded by."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if value >= 0.9995 * scale:
             return f"{_three(value / scale)} {unit}"
-    return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
+    return "0 s" if abs(value) < 1e-12 else f"{value / 1e-9:.3g} ns"
 
 
 def quantity(value: float, unit: str = "") -> str:

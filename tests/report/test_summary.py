@@ -141,6 +141,15 @@ def test_the_whole_summary(plan: Plan) -> None:
     ]
 
 
+def test_where_every_device_does_everything_it_says_that_one_would_do(plan: Plan) -> None:
+    whole = {name: "R -> R" if "->" in s and not s.startswith("->") else "-> R" for name, s in plan.strategies.items()}
+    strategies = {**whole, "mm_1": "R, R -> R", "mm_2": "R, R -> R", "mm_3": "R, R -> R"}
+    alone = plan.model_copy(update={"strategies": strategies, "groups": {}, "conversions": ()})
+    said = "nothing is dealt out: every device computes the whole step; box/slow#0 alone would take 8.5 ms"
+    assert said in summarize(alone).splitlines()
+    assert "nothing is dealt out" not in summarize(plan)
+
+
 def test_without_a_proof_no_gap_is_printed(plan: Plan) -> None:
     unproved = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_s": None})})
     text = summarize(unproved)
@@ -194,7 +203,8 @@ def test_a_device_left_out_is_named(plan: Plan) -> None:
 
 
 def test_quantities() -> None:
-    assert [seconds(s) for s in (0, 2.5e-8, 8.52e-5, 0.4123, 1.374, 4000)] == [
+    assert [seconds(s) for s in (0, -1e-19, 2.5e-8, 8.52e-5, 0.4123, 1.374, 4000)] == [
+        "0 s",
         "0 s",
         "25 ns",
         "85.2 us",

@@ -78,8 +78,8 @@ def played_events(
 
 
 def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
-    """Of ``best``, what else the search ``met`` and the data-parallel family: the one whose program has the shortest
-    step as it is run, and that step in seconds; of those as good as equal the one with the fewest conversions, then the
+    """Of ``best``, what else the search ``met`` and the other candidates: the one whose program has the shortest step
+    as it is run, and that step in seconds; of those as good as equal the one with the fewest conversions, then the
     one with the shorter bulk-synchronous step. Its inputs are dealt out where that costs next to nothing."""
     watch = _Stopwatch(chooser)
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
@@ -101,7 +101,8 @@ def as_run_s(chooser: Chooser, found: Found) -> float:
 
 
 def first_look_s(chooser: Chooser, found: Found) -> float:
-    """The shortest step, as it is run, of ``found`` and of what of the data-parallel family is found quickly."""
+    """The shortest step, as it is run, of ``found`` and of what of the data-parallel family, and of everything on every
+    rank, is found quickly."""
     watch = _Stopwatch(chooser)
     watch.look([found])
     watch.look(f for f in _family(chooser, watch.least_s, throughout=(True,)) if f.fits)

@@ -86,8 +86,8 @@ def hourly_price(facts: Facts) -> float | None:
 
 
 def _dealt(facts: Facts) -> str:
-    if (words := nothing_is_dealt_out(facts.plan)) is not None:
-        return f"{words[0].upper()}{words[1:]}."
+    if (alone := nothing_is_dealt_out(facts.plan)) is not None:
+        return f"{alone[0].upper()}{alone[1:]}."
     if facts.batch is None:
         return "Every device sees the whole batch; what is dealt out are the model's own dims (see the layers)."
     shares: dict[str, list[int]] = {}

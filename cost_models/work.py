@@ -1,6 +1,8 @@
 """What one operator call does on a single device: floating-point operations and bytes moved.
 
     mm, bmm (.., M, K) x (.., K, N)    2 M K N per matrix
+    products with experts              2 S K N; a rank's share of the experts has that share of the rows, assumed; rows
+                                       move thrice, as they are sorted by expert (``hap.experts``)
     attention forward                  2 B H S T (D + E), half of it if causal (4 B H S T D when D = E)
     attention backward                 2.5 times the forward (5 matmuls for 2: FlashAttention-2, Dao 2023, section 3.1)
     convolution                        2 x outputs x weights per output; backward the same for each gradient asked for
@@ -36,10 +38,11 @@ def _names(text: str) -> frozenset[str]:
 _VIEWS = _names(
     "view _unsafe_view reshape _reshape_alias view_as t transpose permute movedim expand expand_as unsqueeze squeeze "
     "slice select split split_with_sizes chunk unbind narrow diagonal as_strided alias detach lift lift_fresh "
-    "lift_fresh_copy unfold swapaxes flatten unflatten empty empty_like new_empty new_empty_strided"
+    "lift_fresh_copy unfold swapaxes flatten unflatten empty empty_like new_empty new_empty_strided "
+    "view_as_complex view_as_real"
 )
 _MATMULS = {  # name -> position of the left factor among the tensor arguments
-    **dict.fromkeys(("mm", "bmm", "matmul", "linear", "mv", "dot", "_grouped_mm"), 0),
+    **dict.fromkeys(_names("mm bmm matmul linear mv dot _grouped_mm expert_mm expert_mm_weight"), 0),
     **dict.fromkeys(("addmm", "baddbmm", "addmv"), 1),
 }
 _LOOKUPS = _names("embedding gather index index_select take")
@@ -67,6 +70,9 @@ _FLOPS_PER_ELEMENT = {
     **dict.fromkeys(_names("native_layer_norm native_group_norm native_batch_norm var_mean _fused_rms_norm"), 8),
     **dict.fromkeys(_names("native_layer_norm_backward native_group_norm_backward native_batch_norm_backward"), 14),
 }
+
+_SORTING = {"expert_mm": (0,), "expert_mm_weight": (0, 1)}  # rows that are put in the order of their experts, and back
+_THRICE = 3  # read and written before the product reads them; written by the product, read, and put in their places
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,10 @@ def node_work(graph: Graph, node: Node) -> Work:
     name, fetched = node.op.split(".")[1], 0
     if name in _LOOKUPS:
         read[0], fetched = 0, node.meta.nbytes
+    if name in _SORTING:
+        read = [_THRICE * n if i in _SORTING[name] else n for i, n in enumerate(read)]
+    if name == "expert_mm":
+        written = (_THRICE * node.meta.nbytes,)
     if name.endswith("_like") or name.startswith("new_"):
         read = [0] * len(read)  # only the shape is looked at
     return Work(kind, _flops(kind, name, node, metas, outputs), tuple(read), written, fetched, dtype, node, metas)
@@ -153,6 +163,8 @@ def _describe(argument: Any) -> str:
 def _flops(
     kind: OpClass, name: str, node: Node, metas: tuple[TensorMeta, ...], outputs: tuple[TensorMeta, ...]
 ) -> float:
+    if name == "expert_mm_weight":
+        return 2.0 * metas[0].numel * metas[1].shape[-1]
     if kind == "matmul":
         return 2.0 * outputs[0].numel * metas[_MATMULS[name]].shape[-1]
     if kind == "attention":

@@ -9,8 +9,10 @@ import torch
 
 from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
+from hap.complex_numbers import fft_c2c, fft_c2r, fft_r2c, view_as_complex, view_as_real
 from hap.dropout import dropout
 from hap.errors import ProgramError
+from hap.experts import expert_mm, expert_mm_weight
 from hap.group_norm import group_norm, group_norm_backward
 from hap.hosts_sum import HOSTS_SUM, hosts_sum
 from hap.linear import addmm
@@ -26,10 +28,17 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.batch_norm_squares.default": batch_norm_squares,
     "hap.batch_norm_sums.default": batch_norm_sums,
     "hap.dropout.default": dropout,
+    "hap.expert_mm.default": expert_mm,
+    "hap.expert_mm_weight.default": expert_mm_weight,
     HOSTS_SUM: hosts_sum,
+    "aten._fft_c2c.default": fft_c2c,
+    "aten._fft_c2r.default": fft_c2r,
+    "aten._fft_r2c.default": fft_r2c,
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.view.default": torch.ops.aten.reshape.default,
+    "aten.view_as_complex.default": view_as_complex,
+    "aten.view_as_real.default": view_as_real,
 }
 
 

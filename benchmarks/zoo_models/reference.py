@@ -71,7 +71,7 @@ def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
         if mine.keys() != theirs.keys():
             return float("inf"), f"{kind} of {sorted(mine.keys() ^ theirs.keys())[:3]}"
         pairs |= {name: (mine[name], theirs[name]) for name in theirs}
-    rounding = ZERO * max(g.abs().max().item() for g in expected.gradients.values())
+    rounding = ZERO * max(g.abs().max().item() for g in expected.gradients.values() if g.numel())
     errors = {name: _error(a, b, rounding if name in expected.gradients else 0.0) for name, (a, b) in pairs.items()}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
@@ -82,8 +82,9 @@ def _error(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> floa
         return float("inf")
     if torch.equal(found, expected):
         return 0.0
-    scale = expected.double().abs().max().item()
+    ours, theirs = found.to(torch.complex128), expected.to(torch.complex128)
+    scale = theirs.abs().max().item()
     if scale <= rounding:
-        return 0.0 if found.double().abs().max().item() <= rounding else float("inf")
-    error = (found.double() - expected.double()).abs().max().item()
+        return 0.0 if ours.abs().max().item() <= rounding else float("inf")
+    error = (ours - theirs).abs().max().item()
     return error / scale if error == error else float("inf")

@@ -90,7 +90,10 @@ def has_product(meanwhile: Sequence[Instruction]) -> bool:
     return any(isinstance(i, Call) and i.op.split(".")[1] in _PRODUCTS for i in meanwhile)
 
 
-_PRODUCTS = ("mm", "addmm", "bmm", "convolution", "convolution_backward", "attention", "attention_backward")
+_PRODUCTS = (
+    *("mm", "addmm", "bmm", "expert_mm", "expert_mm_weight"),
+    *("convolution", "convolution_backward", "attention", "attention_backward"),
+)
 _VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split", "detach")
 _SEVERAL = 4
 

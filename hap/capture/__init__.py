@@ -21,6 +21,7 @@ from hap.capture.blame import blame
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
 from hap.capture.decompose import decompositions
+from hap.capture.experts import as_batched
 from hap.capture.inputs import StepInputs, input_paths, step_inputs
 from hap.capture.interpret import interpret, source_values
 from hap.capture.state import model_state
@@ -99,7 +100,8 @@ def _trace(
     copied = copy_with(model, replacements)
     step = Step(copied, parameters, buffers, inputs, frozen_loss(loss_fn), outputs)
     try:
-        trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
+        with as_batched():
+            trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
     except CaptureError:
         raise
     except Exception as e:

@@ -18,6 +18,7 @@ from typing import Any
 from hap.capture.attention import canonical_attention, causal_masks
 from hap.capture.batch_norm import spell_batch_norms
 from hap.capture.dropout import canonical_dropout
+from hap.capture.experts import canonical_experts
 from hap.capture.names import Names
 from hap.capture.rewrite import Rewritten, rewrite
 from hap.graph import Graph, Node, Value, with_inputs
@@ -37,6 +38,12 @@ _ALIASES = (
     "aten.view.default",
 )
 _NEW = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": None}  # what they hold
+_MARKED = {
+    "aten._conj.default": "aten.conj_physical.default",
+    "aten._conj_physical.default": "aten.conj_physical.default",
+    "aten._neg_view.default": "aten.neg.default",
+}
+_RESOLVED = ("aten.resolve_conj.default", "aten.resolve_neg.default")
 _NEUTRAL = {  # operator -> the second argument that changes nothing
     "aten.mul.Tensor": 1,
     "aten.mul.Scalar": 1,
@@ -106,6 +113,17 @@ def spell_constants(graph: Graph) -> Graph:
             value = node.args[2] if len(node.args) > 2 else node.kwarg("fill_value")
         kwargs = (("dtype", node.meta.dtype),)
         return replace(node, op="aten.full.default", args=(node.meta.shape, value), kwargs=kwargs)
+
+    return rewrite(graph, rule)
+
+
+def spell_conjugates(graph: Graph) -> Graph:
+    """A conjugate or a negative that PyTorch only marks as such, as one that is computed: what is sent has no marks."""
+
+    def rule(node: Node, done: Rewritten) -> Node | tuple[Value, ...] | None:
+        if node.op in _RESOLVED:
+            return (node.args[0],)
+        return replace(node, op=_MARKED[node.op]) if node.op in _MARKED else None
 
     return rewrite(graph, rule)
 
@@ -263,12 +281,14 @@ def rename_nodes(graph: Graph) -> Graph:
 PASSES: tuple[Pass, ...] = (
     spell_views,
     spell_constants,
+    spell_conjugates,
     drop_empty_pieces,
     drop_identities,
     compose_views,
     cancel_transposes,
     canonical_attention,
     canonical_dropout,
+    canonical_experts,
     spell_batch_norms,
     merge_equal,
     causal_masks,

@@ -98,9 +98,9 @@ def _edited(call: Call, row: Row, strategy: Strategy, shard: Shard | None) -> Ar
                 meta, placement = call.outputs[output], strategy.outputs[output]
                 assert meta is not None and placement is not None
                 put(where, local_shape(meta.shape, placement))
-            case Place(where):
-                piece = strategy.outputs[0]
-                assert isinstance(piece, Shard), f"{call.node.op}: {row} places an output that is not sharded"
+            case Place(where, of_input):
+                piece = strategy.outputs[0] if of_input is None else strategy.inputs[of_input]
+                assert isinstance(piece, Shard), f"{call.node.op}: {row} places what is not sharded"
                 before = args[where] or ()  # which piece of a whole this call's own whole is
                 put(where, (*before, piece.dim, piece.outer, piece.n, piece.unit, LocalStart(piece.group, 1)))
             case Scale(where):

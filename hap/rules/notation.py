@@ -66,9 +66,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Place:
-    """None at ``arg`` becomes ``(dim, outer, n, unit, start)``: which piece of output 0 the rank has."""
+    """None at ``arg`` becomes ``(dim, outer, n, unit, start)``: which piece of output 0, or of an input, a rank has."""
 
     arg: int
+    of_input: int | None = None
 
 
 Edit = Shape | Scale | Place

@@ -57,8 +57,9 @@ def fill_partial(call: Call) -> tuple[str, ...]:
 
 
 def cast_partial(call: Call) -> tuple[str, ...]:
-    """A sum may be taken after a conversion to floating point, and not after one to integers or booleans."""
-    return ("P",) if call.output.dtype.is_floating_point or call.output.dtype == call.inputs[0].dtype else ()
+    """A sum may be taken after a conversion to real or complex numbers, and not after one to integers or booleans."""
+    dtype = call.output.dtype
+    return ("P",) if dtype.is_floating_point or dtype.is_complex or dtype == call.inputs[0].dtype else ()
 
 
 def pointwise(partials: Partials = never) -> Rule:

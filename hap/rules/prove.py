@@ -239,7 +239,7 @@ def _error(piece: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> 
         return float("inf")
     if piece.numel() == 0 or torch.equal(piece, expected):
         return 0.0
-    if not piece.dtype.is_floating_point:
+    if not (piece.dtype.is_floating_point or piece.dtype.is_complex):
         return float("inf")
     difference = torch.where(piece == expected, 0.0, (piece - expected).abs())
     finite = whole[whole.isfinite()]

@@ -50,6 +50,8 @@ _INDEX_BOUNDS: Mapping[str, Callable[[Call], int]] = {
     "aten.index_select.default": _size_at_dim(1),
     "aten.index.Tensor": _indexed_size,
     "aten.index_put.default": _indexed_size,
+    "hap.expert_mm.default": lambda call: call.inputs[1].shape[0],
+    "hap.expert_mm_weight.default": lambda call: int(call.argument(3, "experts")),
 }
 
 
@@ -63,7 +65,8 @@ def sample_inputs(
     positive: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> list[torch.Tensor]:
-    """One tensor per tensor argument, in the global shape; floating point as ``dtype``, normal and ``scale`` wide.
+    """One tensor per tensor argument, in the global shape; floating point as ``dtype``, normal and ``scale`` wide, and
+    complex numbers of two such each.
 
     ``positive``: between 0 and 1 times ``scale``, for operators that are real only there. Whole numbers index safely
     where ``_INDEX_BOUNDS`` knows how, and elsewhere if they index a dim of the call's own tensors.
@@ -80,6 +83,8 @@ def sample_inputs(
             if positive or call.node.op in _POSITIVE:
                 x = x.abs() / (1 + x.abs()) + 0.01
             x = (x * scale).to(dtype)
+        elif meta.dtype.is_complex:
+            x = (torch.randn(meta.shape, generator=generator, dtype=torch.complex128) * scale).to(dtype.to_complex())
         else:
             x = torch.randint(least_integer, bound, meta.shape, generator=generator, dtype=meta.dtype)
         sampled.append(x)
@@ -93,7 +98,7 @@ def sampler(*, scale: float = 1.0, positive: bool = False, dtype: torch.dtype = 
 
 def split_sum(whole: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
     """``count`` random tensors whose sum is ``whole``."""
-    if whole.dtype.is_floating_point:
+    if whole.dtype.is_floating_point or whole.dtype.is_complex:
         parts = [torch.randn(whole.shape, generator=generator, dtype=whole.dtype) for _ in range(count - 1)]
     else:
         parts = [torch.randint(-3, 4, whole.shape, generator=generator, dtype=whole.dtype) for _ in range(count - 1)]
@@ -120,9 +125,9 @@ def _deal(n: int, weights: list[int]) -> tuple[int, ...]:
 
 
 def in_float64(literal: Any) -> Any:
-    """A literal argument with every floating dtype replaced by float64, to go with the sampled tensors."""
+    """A literal argument with every floating or complex dtype replaced by the widest, as sampled tensors have it."""
     if isinstance(literal, torch.dtype):
-        return torch.float64 if literal.is_floating_point else literal
+        return torch.float64 if literal.is_floating_point else torch.complex128 if literal.is_complex else literal
     if isinstance(literal, tuple):
         items = [in_float64(item) for item in literal]
         return type(literal)(*items) if hasattr(literal, "_fields") else tuple(items)

@@ -20,8 +20,10 @@ from hap.ops import why_untried
 from hap.rules import (
     attention,
     batch_norm,
+    complex_numbers,
     convolution,
     dropout,
+    experts,
     hosts_sum,
     indexing,
     matmul,
@@ -36,8 +38,10 @@ from hap.rules.notation import Call, Einsum, Row, Rule, Slot, literal_key, make_
 _FAMILIES = (
     attention,
     batch_norm,
+    complex_numbers,
     convolution,
     dropout,
+    experts,
     hosts_sum,
     indexing,
     matmul,

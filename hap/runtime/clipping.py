@@ -20,7 +20,9 @@ Gradients = Iterable[tuple[torch.Tensor, bool]]  # (this rank's gradient, whethe
 
 def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> torch.Tensor:
     """The norm of all gradients together, a scalar on the communicator's device. Collective."""
-    counted = [g for g, sharded in gradients if g.numel() and (sharded or comm.rank == 0)]
+    counted = [
+        g.abs() if g.is_complex() else g for g, sharded in gradients if g.numel() and (sharded or comm.rank == 0)
+    ]
     dtype = max((g.dtype for g in counted), key=lambda d: d.itemsize, default=torch.float32)
     dtype = torch.promote_types(dtype, torch.float32)
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in counted]

@@ -26,6 +26,20 @@ def test_bmm_in_bfloat16() -> None:
     assert w.flops == 3 * 2 * 8 * 4 * 6 and w.bytes_written == 3 * 8 * 6 * 2 and w.dtype == torch.bfloat16
 
 
+def test_products_with_experts_move_rows_thrice() -> None:
+    """12 rows of 6 by five matrices of 6 x 8: they are sorted by expert, and put back."""
+    x, grad, ids = source("x", (12, 6)), source("g", (12, 8)), source("i", (12,), dtype=torch.int64)
+    weight = source("w", (5, 6, 8))
+    y = node("y", "hap.expert_mm.default", [V("x"), V("w"), V("i"), None], (12, 8))
+    w = work_of([x, weight, ids, y], "y")
+    assert (w.op_class, w.flops) == ("matmul", 2 * 12 * 6 * 8)
+    assert w.read == (3 * 12 * 6 * 4, 5 * 6 * 8 * 4, 12 * 8) and w.written == (3 * 12 * 8 * 4,)
+    dw = node("d", "hap.expert_mm_weight.default", [V("x"), V("g"), V("i"), 5, None], (5, 6, 8))
+    w = work_of([x, grad, ids, dw], "d")
+    assert (w.op_class, w.flops) == ("matmul", 2 * 12 * 6 * 8)
+    assert w.read == (3 * 12 * 6 * 4, 3 * 12 * 8 * 4, 12 * 8) and w.written == (5 * 6 * 8 * 4,)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_forward_and_backward(causal: bool) -> None:
     b, h, s, d = 2, 3, 16, 8

@@ -15,8 +15,6 @@ POOL = "by channels: the kernel of the backward dies of a piece without channels
 EXPLAINED = {
     "aten._adaptive_avg_pool2d.default": POOL,
     "aten.full_like.default": CONSTANT,
-    "aten.new_ones.default": CONSTANT,
-    "aten.new_zeros.default": CONSTANT,
     "aten.zeros_like.default": CONSTANT,
 }
 REFUTED = {

@@ -15,6 +15,7 @@ from tests.rules.graphs import booleans, call, integers, meta
 
 X, ROW, PIECE = meta(6, 4), meta(4), meta(3, 4)
 IMAGE, ATTENTION = meta(6, 4, 4, 4), meta(3, 4, 6, 2)
+COMPLEX = TensorMeta((6, 4, 5), torch.complex128)
 NAMES = {
     (X,): """
         _to_copy.default abs.default acos.default alias.default all.default amax.default amin.default any.default
@@ -172,6 +173,20 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     ("hap.batch_norm_backward.default", (X, X, ROW, ROW, None, ROW, ROW)),
     ("hap.dropout.default", (IMAGE, integers(), 0.3, 2, None)),
     ("hap.dropout.default", (meta(12), integers(), 0.5, 0, None)),
+    ("aten.view_as_complex.default", (meta(6, 4, 2),)),
+    ("aten.view_as_complex.default", (meta(2),)),
+    ("aten.view_as_real.default", (COMPLEX,)),
+    ("aten.conj_physical.default", (COMPLEX,)),
+    ("aten.complex.default", (X, X)),
+    ("aten.polar.default", (X, X)),
+    ("aten.mul.Tensor", (COMPLEX, TensorMeta((5,), torch.complex128))),
+    ("aten.abs.default", (COMPLEX,)),
+    ("aten._fft_r2c.default", (meta(6, 4, 5), (1, 2), 0, True)),
+    ("aten._fft_r2c.default", (meta(6, 4, 5), (2,), 2, False)),
+    ("aten._fft_c2r.default", (COMPLEX, (0, 2), 1, 8)),
+    ("aten._fft_c2c.default", (COMPLEX, (1,), 0, False)),
+    ("hap.expert_mm.default", (meta(12, 6), meta(5, 6, 8), integers(12), None)),
+    ("hap.expert_mm_weight.default", (meta(12, 6), meta(12, 8), integers(12), 5, None)),
     ("hap.hosts_sum.default", (IMAGE, 3, 2, 4)),
     ("hap.hosts_sum.default", (meta(), 0, 2, 1)),
     ("aten.native_group_norm.default", (IMAGE, meta(4), meta(4), 6, 4, 16, 2, 1e-5)),

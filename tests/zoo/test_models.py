@@ -10,7 +10,6 @@ from tests.zoo.lockstep import TOLERANCE, captured, random_error
 
 NAMES = [model.name for model in ZOO]
 MIXED = {  # the module that mixes samples
-    "mixtral": "model.model.layers.0.mlp.experts",
     "whisper": "model.model.decoder.embed_positions",
 }
 

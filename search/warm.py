@@ -32,7 +32,9 @@ from hap.search.branches import INTEGRAL, RELAXED, Branches, Decision, Part
 from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
 
 WORK = 4_000_000_000  # squared variables times relaxations of one program, before what is left is given to HiGHS
-FEWEST = 30  # relaxations, of however many variables
+FEWEST = (
+    100  # relaxations, of however many variables: what is left to HiGHS takes it half a minute where memory is full
+)
 
 
 class WarmProgram:

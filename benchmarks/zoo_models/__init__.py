@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo_models import hap_paper, language, ranking, vision
+from benchmarks.zoo_models import hap_paper, language, ranking, science, vision
 from benchmarks.zoo_models.case import Case, Size, ZooModel
 
 __all__ = ["ZOO", "Case", "Size", "ZooModel", "find"]
 
-ZOO: tuple[ZooModel, ...] = (*language.MODELS, *vision.MODELS, *ranking.MODELS, *hap_paper.MODELS)
+ZOO: tuple[ZooModel, ...] = (
+    *language.MODELS,
+    *vision.MODELS,
+    *science.MODELS,
+    *ranking.MODELS,
+    *hap_paper.MODELS,
+)
 
 
 def find(name: str) -> ZooModel:

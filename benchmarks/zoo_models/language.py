@@ -97,6 +97,23 @@ def mixtral(size: Size) -> Case:
     return Case(model, {"input_ids": ids}, next_token_loss, ids)
 
 
+def granite_moe(size: Size) -> Case:
+    """Granite 3.0 1B A400M: 32 experts of which 8 see each token, with the kernel that Hugging Face's default is."""
+    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
+
+    shape: dict[str, Any]
+    if size == "real":
+        shape = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 8}
+        shape |= {"intermediate_size": 512, "vocab_size": 49155, "num_local_experts": 32, "num_experts_per_tok": 8}
+    else:
+        shape = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 3}
+        shape |= {"intermediate_size": 40, "vocab_size": SMALL_VOCABULARY, "num_local_experts": 5}
+        shape |= {"num_experts_per_tok": 3, "experts_implementation": "eager"}  # the default's kernels have no float64
+    model = Output(GraniteMoeForCausalLM(GraniteMoeConfig(**shape, tie_word_embeddings=True)), use_cache=False)
+    ids = tokens(shape["vocab_size"], *((8, 512) if size == "real" else (SMALL_BATCH, SMALL_LENGTH)))
+    return Case(model, {"input_ids": ids}, next_token_loss, ids)
+
+
 class EncoderLM(nn.Module):
     """``nn.TransformerEncoder`` with a causal mask between an embedding and a projection."""
 
@@ -150,6 +167,7 @@ MODELS = (
     ZooModel("llama", "Llama 1.2B (GQA)", llama),
     ZooModel("t5", "T5-base", t5),
     ZooModel("mixtral", "Mixtral-style MoE", mixtral),
+    ZooModel("granite_moe", "Granite 3.0 1B A400M (MoE)", granite_moe),
     ZooModel("transformer_encoder", "nn.TransformerEncoder", transformer_encoder),
     ZooModel("lstm", "LSTM 650", lstm),
 )

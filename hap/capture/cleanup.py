@@ -38,10 +38,12 @@ _ALIASES = (
     "aten.view.default",
 )
 _NEW = {"aten.new_zeros.default": 0, "aten.new_ones.default": 1, "aten.new_full.default": None}  # what they hold
-_MARKED = {
-    "aten._conj.default": "aten.conj_physical.default",
+_SAME = {  # another name for the same numbers
+    "aten._conj.default": "aten.conj_physical.default",  # marked as a conjugate, and what is sent has no marks
     "aten._conj_physical.default": "aten.conj_physical.default",
     "aten._neg_view.default": "aten.neg.default",
+    "aten._unsafe_index.Tensor": "aten.index.Tensor",  # which is sure of its bounds: what interpolation looks up
+    "aten._unsafe_index_put.default": "aten.index_put.default",
 }
 _RESOLVED = ("aten.resolve_conj.default", "aten.resolve_neg.default")
 _NEUTRAL = {  # operator -> the second argument that changes nothing
@@ -117,13 +119,13 @@ def spell_constants(graph: Graph) -> Graph:
     return rewrite(graph, rule)
 
 
-def spell_conjugates(graph: Graph) -> Graph:
-    """A conjugate or a negative that PyTorch only marks as such, as one that is computed: what is sent has no marks."""
+def spell_alike(graph: Graph) -> Graph:
+    """One name for what has several."""
 
     def rule(node: Node, done: Rewritten) -> Node | tuple[Value, ...] | None:
         if node.op in _RESOLVED:
             return (node.args[0],)
-        return replace(node, op=_MARKED[node.op]) if node.op in _MARKED else None
+        return replace(node, op=_SAME[node.op]) if node.op in _SAME else None
 
     return rewrite(graph, rule)
 
@@ -281,7 +283,7 @@ def rename_nodes(graph: Graph) -> Graph:
 PASSES: tuple[Pass, ...] = (
     spell_views,
     spell_constants,
-    spell_conjugates,
+    spell_alike,
     drop_empty_pieces,
     drop_identities,
     compose_views,

@@ -26,10 +26,12 @@ _OWN = "hap.dropout.default"
 
 
 class ByDropout(TorchFunctionMode):
-    """While active, the other kinds of dropout call ``dropout``, which draws the mask that they would draw."""
+    """While active, the other kinds of dropout call ``dropout``, which draws the mask that they would draw; in place,
+    ``dropout`` does, too, as PyTorch would spell that in another way."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _KINDS and kwargs["training"] and 0 < kwargs["p"] <= 1:
+        plain = func is functional.dropout and not kwargs["inplace"]
+        if func in _KINDS and not plain and kwargs["training"] and 0 < kwargs["p"] <= 1:
             kind, batched = _KINDS[func]
             (x,) = args
             if x.dim() in (batched, batched - 1) or not batched:
@@ -67,6 +69,7 @@ def _saturated(x: torch.Tensor, ones: torch.Tensor, p: float) -> torch.Tensor:
 
 
 _KINDS: dict[Any, tuple[Callable[[torch.Tensor, float], torch.Tensor], int]] = {  # and the dims of a batch, if asked
+    functional.dropout: (functional.dropout, 0),
     functional.dropout1d: (_channels, 3),
     functional.dropout2d: (_channels, 0),
     functional.dropout3d: (_channels, 5),

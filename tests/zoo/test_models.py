@@ -58,6 +58,7 @@ def test_an_unknown_model_is_refused_with_the_known_ones():
     [
         ("gpt2", 124.4),
         ("bert", 109.5),
+        ("granite_moe", 1334.6),
         ("vit", 86.6),
         ("resnet50", 25.6),
         ("vgg19", 143.7),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ from hap.conversion import Need, collective_kind, find_needs, required_results
 from hap.errors import PlanError
 from hap.graph import Graph, Node, Phase, TensorMeta, Value, map_values
 from hap.ops import takes_device
+from hap.order import Parts, program_parts, repeats
 from hap.placement import REPLICATE, Partial, Placement, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import Arguments, localize
@@ -47,10 +48,10 @@ def lower(graph: Graph, plan: Plan) -> Program:
 @dataclass
 class Drafts:
     """What all drafts of one graph have in common. ``calls``: by their node and the names of what they make and read.
-    ``order``: of the calls of both parts. ``names``: of the graph's values."""
+    ``order``: of the program. ``names``: of the graph's values."""
 
     calls: dict[object, Call] = field(default_factory=dict)
-    order: tuple[tuple[Node, ...], tuple[Node, ...]] | None = None
+    order: Parts | None = None
     names: _Names | None = None
 
 
@@ -108,7 +109,8 @@ def _conversions(
     """
     try:
         least = {_key(n): n for n in find_needs(graph, strategies)}
-        most = {**least, **{_key(n): n for n in find_needs(graph, strategies, regather=True)}}
+        again = repeats(graph, strategies, plan.repeated)
+        most = {**least, **{_key(n): n for n in find_needs(graph, strategies, regather=True, again=again)}}
         kinds = {key: need.collective for key, need in most.items()}
     except AssertionError as e:
         raise PlanError(f"the plan asks for a conversion that does not exist: {e}") from None
@@ -170,22 +172,27 @@ class _Lowering:
 
     def run(self) -> Program:
         graph = self.graph
-        sources = tuple(self._source(n) for n in graph.nodes if n.is_source)
-        forward, backward = self._order()
+        sources, forward, backward = self._order()
+        made = tuple(map(self._source, sources))
         for node in forward:
+            assert node.phase == "forward", f"{node.name} depends on the tangent and the loss on it"
             self._call(node, "forward")
         loss = self._read(graph.loss, REPLICATE, "forward", "")
         updates = {t: self._read(v, self._homes[t], "forward", "") for t, v in graph.updates.items()}
         for node in backward:
             self._call(node, "backward")
         gradients = {t: self._read(v, self._homes[t], "backward", "") for t, v in graph.gradients.items()}
+        self.parts["backward"], read = [], self.parts["backward"]
+        for key in [key for key in self.ways if key[2] == "backward" and key not in self.converted]:
+            self._convert(*key, "backward", graph.by_name[key[0].node].module)  # for calls that are made again
+        self.parts["backward"], unread = read, self.parts["backward"]
         return Program(
             name=graph.name,
             graph_fingerprint=graph.fingerprint,
             world_size=self.world_size,
             sizes={name: group.sizes for name, group in self.groups.items()},
             labels={name: group.label for name, group in self.groups.items()},
-            sources=sources,
+            sources=made,
             forward=tuple(self.parts["forward"]),
             backward=tuple(self.parts["backward"]),
             loss=loss,
@@ -194,41 +201,15 @@ class _Lowering:
             saved=tuple(self.saved),
             held=self.held,
             constants=graph.constants,
+            gathered_again=tuple(i for i in unread if isinstance(i, Convert)),
         )
 
-    def _order(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-        """The calls of the forward part, and those of the backward part."""
+    def _order(self) -> Parts:
+        """Sources, the calls of the forward part, those of the backward part."""
         if self.drafted is None:
-            return self._find_order()
-        self.drafted.order = self.drafted.order or self._find_order()
+            return program_parts(self.graph)
+        self.drafted.order = self.drafted.order or program_parts(self.graph)
         return self.drafted.order
-
-    def _find_order(self) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-        """Into the backward part go its calls, and before each whatever it reads that was not needed until then."""
-        graph, position = self.graph, {n.name: i for i, n in enumerate(self.graph.nodes)}
-        needed = self._needed((graph.loss, *graph.updates.values()), frozenset())
-        forward = [node for node in graph.nodes if node.name in needed and not node.is_source]
-        for node in forward:
-            assert node.phase == "forward", f"{node.name} depends on the tangent and the loss on it"
-        done = {node.name for node in graph.nodes if node.is_source or node.name in needed}
-        wanted = self._needed(graph.gradients.values(), frozenset())
-        ends = [Value(n.name) for n in graph.nodes if n.name in wanted and n.phase == "backward" and not n.is_source]
-        backward: list[Node] = []
-        for value in (*ends, *graph.gradients.values()):
-            missing = self._needed((value,), done)
-            backward += [graph.by_name[name] for name in sorted(missing, key=position.__getitem__)]
-            done |= missing
-        return tuple(forward), tuple(backward)
-
-    def _needed(self, results: Iterable[Value], done: Collection[str]) -> set[str]:
-        """Names of all nodes that ``results`` depend on, without those ``done``."""
-        pending, found = [v.node for v in results], set[str]()
-        while pending:
-            name = pending.pop()
-            if name not in found and name not in done:
-                found.add(name)
-                pending.extend(v.node for v in self.graph.by_name[name].inputs)
-        return found
 
     @cached_property
     def _homes(self) -> Mapping[str, Placement]:

@@ -200,7 +200,8 @@ def converts(instruction: Instruction) -> tuple[Convert, ...]:
 @dataclass(frozen=True)
 class Program:
     """See the module docstring. ``held`` describes every name; ``gradients`` and ``updates`` map targets to names.
-    ``recomputed``: the graph's nodes whose calls are repeated for the backward part once the pass has run.
+    ``recomputed``: the graph's nodes whose calls are repeated for the backward part once the pass has run;
+    ``gathered_again``: conversions of parameters that then only such calls read there.
     ``loss_may_be_late``: a runtime may run what only the loss needs when the loss is read (``hap.codegen.late``)."""
 
     name: str
@@ -218,6 +219,7 @@ class Program:
     held: Mapping[str, Held]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     recomputed: tuple[str, ...] = ()
+    gathered_again: tuple[Convert, ...] = ()
     loss_may_be_late: bool = False
 
     @property

@@ -31,13 +31,13 @@ from hap.cost_models.memory import (
     optimizer_state_bytes,
     usable_bytes,
 )
-from hap.cost_models.order import Parts, program_parts, repeats
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
 from hap.cost_models.strides import Strides, find_strides
 from hap.fabric import Array
 from hap.graph import Graph, Node
+from hap.order import Parts, program_parts, repeats
 from hap.placement import GroupSizes, Placement, Sizes
 from hap.plan import Conversion, Prediction, Strategy
 
@@ -160,6 +160,18 @@ class Evaluator:
     def strides(self) -> Strides:
         return find_strides(self.graph)
 
+    def needs(
+        self,
+        strategies: Mapping[str, Strategy],
+        *,
+        regather: bool,
+        kept: Collection[str] = (),
+        recomputed: Collection[str] = (),
+    ) -> tuple[Need, ...]:
+        """``find_needs`` of a step in which these calls are made again."""
+        again = repeats(self.graph, strategies, recomputed, self.parts)
+        return find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)
+
     def evaluate(
         self,
         strategies: Mapping[str, Strategy],
@@ -237,9 +249,10 @@ def evaluate(
     Raises ClusterError if a device lists no rate for a dtype that the graph computes in, ValueError for an unknown
     optimizer.
     """
+    evaluator = Evaluator(graph, cluster, optimizer, Calls(graph), model)
     if needs is None:
-        needs = find_needs(graph, strategies, regather=regather)
-    return Evaluator(graph, cluster, optimizer, Calls(graph), model).evaluate(strategies, sizes, needs, recomputed)
+        needs = evaluator.needs(strategies, regather=regather, recomputed=recomputed)
+    return evaluator.evaluate(strategies, sizes, needs, recomputed)
 
 
 def update_seconds(

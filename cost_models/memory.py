@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hap.conversion import Need, required_results
-from hap.cost_models.order import program_order
 from hap.cost_models.staging import UNASKED, Pieces, staging_bytes
 from hap.cost_models.strides import Strides, find_strides
 from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
 from hap.hosts_sum import HOSTS_SUM, SUM_LANES, bundle_bytes
+from hap.order import program_order
 from hap.placement import REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Collective, Strategy
 

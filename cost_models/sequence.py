@@ -83,7 +83,8 @@ def sequence(
     ones, known = np.ones(cluster.world_size), dict[object, Array | None]()
     at: dict[str, list[ConversionCost]] = {}
     for cost in costs:
-        at.setdefault(cost.need.before or f"after {cost.need.value.node}", []).append(cost)
+        need = cost.need
+        at.setdefault(f"{need.phase} {need.before}" if need.before else f"after {need.value.node}", []).append(cost)
 
     def convert(moment: str) -> Iterator[Local | ConversionCost]:
         for cost in at.get(moment, ()):
@@ -104,8 +105,9 @@ def sequence(
     yield Local("step", "forward", seconds_around(cluster))
     for node in graph.nodes:
         for repeated in again.get(node.name, ()):
+            yield from convert(f"backward {repeated.name}")
             yield from compute(repeated, "backward")
-        yield from convert(node.name)
+        yield from convert(f"{node.phase} {node.name}")
         if not node.is_source:
             yield from compute(node, node.phase)
         yield from convert(f"after {node.name}")

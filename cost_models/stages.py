@@ -18,7 +18,7 @@ from hap.cost_models.compute import Calls, ComputeModel, ComputeTable, Parts
 from hap.cost_models.fold import Cluster
 from hap.cost_models.sequence import ConversionCost, seconds_around, slice_seconds
 from hap.fabric import Array
-from hap.graph import Graph, Node
+from hap.graph import Graph, Node, Phase
 from hap.placement import GroupSizes, Placement
 from hap.plan import Strategy
 
@@ -73,10 +73,13 @@ def find_stages(
 ) -> Stages:
     """Of the program of these strategies, with its ``needs`` and the calls that are made ``again``. ``measured``: calls
     of as much work may take different times."""
-    before: dict[str, list[int]] = {}  # conversions by the call that they come before, or after
-    after: dict[str, list[int]] = {}
+    before: dict[tuple[str, Phase], list[int]] = {}  # conversions by the call, made first or again, they come before,
+    after: dict[str, list[int]] = {}  # or by the one they come after
     for number, need in enumerate(needs):
-        (before if need.before else after).setdefault(need.before or need.value.node, []).append(number)
+        if need.before:
+            before.setdefault((need.before, need.phase), []).append(number)
+        else:
+            after.setdefault(need.value.node, []).append(number)
     known: dict[object, int] = {}  # the kind of a call, or a slice -> its place among either
     distinct: list[Parts] = []
     cut: list[int] = []
@@ -105,9 +108,9 @@ def find_stages(
     for node in graph.nodes:
         name = node.name
         for repeated in again.get(name, ()):
+            convert(before.get((repeated.name, "backward"), ()))
             compute(repeated.name)
-        if name in before:
-            convert(before[name])
+        convert(before.get((name, node.phase), ()))
         if not node.is_source:
             compute(name)
         if name in after:

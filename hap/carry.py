@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from hap.codegen.program import DECOMPOSITIONS
 from hap.conversion import find_needs
 from hap.graph import Graph, Node
+from hap.order import repeats
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
 from hap.plan import Collective, Conversion, GroupPlan, Plan, Recomputed, Strategy
 from hap.rules.choices import Choices, batch_size, choices
@@ -158,7 +159,8 @@ class _Carrier:
         least = find_needs(self.graph, self.chosen)
         known = {c.collective: c.decomposition for c in reversed(self.plan.conversions)}
         same = {(c.value, c.collective): c.decomposition for c in self.plan.conversions if c.value in parameters}
-        for need in find_needs(self.graph, self.chosen, regather=True):
+        repeated = repeats(self.graph, self.chosen, [name for r in self._recomputed() for name in r.calls])
+        for need in find_needs(self.graph, self.chosen, regather=True, again=repeated):
             if need in least or str(need.value) in again:
                 kind: Collective = need.collective
                 yield Conversion(

@@ -2,7 +2,8 @@
 
 A value produced in placement p and needed in placement q != p is converted once per (value, q); every consumer shares
 it. With ``regather=True`` a parameter that is gathered for the forward pass is dropped and gathered again for the
-backward pass (FSDP's behaviour: less memory, more traffic); with False the gathered copy is kept.
+backward pass (FSDP's behaviour: less memory, more traffic), also for calls of the forward pass that are made again
+there; with False the gathered copy is kept.
 
 Results are consumers too: the loss is needed replicated, a gradient in its parameter's placement, a buffer's update in
 its buffer's placement.
@@ -10,11 +11,12 @@ its buffer's placement.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
-from hap.graph import Graph, Phase, Value
+from hap.graph import Graph, Node, Phase, Value
 from hap.placement import REPLICATE, Partial, Placement, Replicate, Shard
 from hap.plan import Collective, Strategy
 
@@ -23,7 +25,8 @@ from hap.plan import Collective, Strategy
 class Need:
     """``value`` must be turned from ``source`` into ``target`` before the first consumer of ``phase`` reads it.
 
-    ``before`` is that consumer's node name, or "" when a result (loss, gradient, update) needs it.
+    ``before`` is that consumer's node name, of a call that is made again, too, or "" when a result (loss, gradient,
+    update) needs it.
     """
 
     value: Value
@@ -66,10 +69,16 @@ def required_results(graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[
 
 
 def find_needs(
-    graph: Graph, strategies: Mapping[str, Strategy], *, regather: bool = False, kept: Collection[str] = ()
+    graph: Graph,
+    strategies: Mapping[str, Strategy],
+    *,
+    regather: bool = False,
+    kept: Collection[str] = (),
+    again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
 ) -> tuple[Need, ...]:
     """All conversions in program order of their first consumer; results last. Deterministic. ``kept``: parameters
-    (nodes) that are gathered once, whatever ``regather`` says."""
+    (nodes) that are gathered once, whatever ``regather`` says. ``again``: the calls of the forward pass that are made
+    again before a call (``hap.order.repeats``); all but parameters they find as they did."""
     seen: set[tuple[Value, Placement, Phase]] = set()
     needs: list[Need] = []
 
@@ -78,15 +87,17 @@ def find_needs(
         if source is target or source == target:
             return
         assert source is not None, f"{value} has no placement"
-        again = regather and graph.by_name[value.node].op == "parameter" and value.node not in kept
-        if (value, target, phase) in seen or (not again and (value, target, "forward") in seen):
+        twice = regather and graph.by_name[value.node].op == "parameter" and value.node not in kept
+        if (value, target, phase) in seen or (not twice and (value, target, "forward") in seen):
             return
         seen.add((value, target, phase))
         needs.append(Need(value, source, target, phase, before))
 
     for node in graph.nodes:
-        for value, target in zip(node.inputs, strategies[node.name].inputs, strict=True):
-            need(value, target, node.phase, node.name)
+        calls: list[tuple[Node, Phase]] = [(call, "backward") for call in again.get(node.name, ())]
+        for call, phase in (*calls, (node, node.phase)):
+            for value, target in zip(call.inputs, strategies[call.name].inputs, strict=True):
+                need(value, target, phase, call.name)
     for value, target in required_results(graph, strategies):
         need(value, target, graph.by_name[value.node].phase, "")
     return tuple(needs)
@@ -94,7 +105,7 @@ def find_needs(
 
 def kept_parameters(graph: Graph, conversions: Iterable[tuple[Value, Placement, Phase]]) -> frozenset[str]:
     """The parameters that these conversions (value, target, phase) gather for the forward pass and not again: with them
-    as ``kept``, and ``regather``, ``find_needs`` finds what a plan converts."""
+    as ``kept``, ``regather``, and what it makes again, ``find_needs`` finds what a plan converts."""
     done = frozenset(conversions)
     again = {v.node for v, target, phase in done if phase == "backward" and (v, target, "forward") in done}
     forward = {v.node for v, _, phase in done if phase == "forward"}

@@ -31,10 +31,10 @@ from typing import Literal
 
 from ortools.graph.python import max_flow
 
-from hap.cost_models.order import program_parts
 from hap.cost_models.strides import Strides, find_strides
 from hap.cost_models.work import OpClass, is_view, op_class
 from hap.graph import Graph, Node, Value
+from hap.order import program_parts
 
 WORTH = 8  # times the bytes of what goes on
 SMALL = 0.1  # of what goes on: what else may go on with it

@@ -22,7 +22,7 @@ or closed.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,14 +75,19 @@ class Rises:
 @dataclass
 class Branches:
     """``stakes`` (V,): what each variable takes of the row that it takes most of, as a part of that row's limit. No
-    further relaxation is solved after ``most``, and no point that costs ``below`` or more is one. ``best`` is the best
-    point met, and no choice is below the lesser of its objective and ``bound``."""
+    point that costs ``below`` or more is one. After ``most`` relaxations no further one is solved once the best point
+    is so ``near`` to the bound, relatively, or ``patience`` times as many are. ``check`` is called before every two of
+    them and may end the search by an exception. ``best`` is the best point met, and no choice is below the lesser of
+    its objective and ``bound``."""
 
     solver: KeptSolver
     decisions: Sequence[Decision]
     stakes: Array
     most: int
     below: float = np.inf
+    near: float = np.inf
+    patience: int = 1
+    check: Callable[[], None] = lambda: None
     best: Solution | None = None
     bound: float = np.inf
     solved: int = 0
@@ -98,10 +103,20 @@ class Branches:
     def search(self, root: Part) -> None:
         """The best choice of ``root``."""
         part: Part | None = root
-        while part is not None and self.solved < self.most:
+        while part is not None and not self._is_enough(part):
             part = self._next(part)
-        left = [bound for bound, _, _ in self._open] + ([] if part is None else [part.bound])
-        self.bound = min([self.bound, *left])
+        self.bound = self._least(part)
+
+    def _is_enough(self, part: Part) -> bool:
+        if self.solved < self.most:
+            return False
+        near = self.best is not None and self.best.objective - self._least(part) <= self.near * self.best.objective
+        return near or self.solved >= self.most * self.patience
+
+    def _least(self, part: Part | None) -> float:
+        """What no choice but the best is below, while ``part`` is next."""
+        first = self._open[0][0] if self._open else np.inf
+        return min(self.bound, first, np.inf if part is None else part.bound)
 
     def _next(self, part: Part) -> Part | None:
         """After ``part``, which is closed or divided: the part to go on with."""
@@ -134,6 +149,7 @@ class Branches:
 
     def _divided(self, part: Part) -> list[Part]:
         """Its halves that have a point."""
+        self.check()
         number, option, stake = self._chosen(part)
         upper, x = self._without_dearer(part), float(part.relaxed.values[option])
         taken, left = upper.copy(), upper.copy()

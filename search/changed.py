@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from hap.conversion import find_needs
 from hap.placement import GroupSizes, Sizes
 from hap.plan import Strategy
 from hap.search.assemble import used_groups
@@ -18,8 +17,9 @@ def changed(problem: Problem, best: Found, strategies: Mapping[str, Strategy]) -
     """``best`` with these strategies of some nodes; groups that it did not use are dealt out evenly."""
     every = {**best.strategies, **strategies}
     sizes = sizes_with(problem, best, every)
-    needs = find_needs(problem.choices.graph, every, regather=best.regather, kept=best.kept)
-    evaluation = problem.facts.evaluator.evaluate(every, sizes, needs, best.repeated)
+    evaluator = problem.facts.evaluator
+    needs = evaluator.needs(every, regather=best.regather, kept=best.kept, recomputed=best.repeated)
+    evaluation = evaluator.evaluate(every, sizes, needs, best.repeated)
     return replace(best, strategies=every, sizes=sizes, evaluation=evaluation)
 
 

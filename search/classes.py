@@ -14,8 +14,8 @@ its members of what each really costs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hap.graph import Graph, Node, Phase, Value, map_values
@@ -96,6 +96,22 @@ def find_classes(
         members.setdefault(of[node.name], []).append(node.name)
     nodes = tuple(NodeClass(tuple(m), len(candidates[m[0]])) for _, m in sorted(members.items()))
     return Classes(nodes, of, _value_classes(graph, candidates, of), _together(graph, candidates, of))
+
+
+def read_again(classes: Classes, nodes: Collection[str], calls: Collection[str]) -> Classes:
+    """The same where each of ``calls`` that reads in the forward phase what ``nodes`` make reads it in the backward
+    phase once more."""
+    again = frozenset(a for a, c in enumerate(classes.nodes) if any(name in calls for name in c.members))
+
+    def twice(v: ValueClass) -> ValueClass:
+        if v.members[0].node not in nodes:
+            return v
+        more = [k for k, slot in enumerate(v.slots) if slot.reader in again and slot.phase == "forward"]
+        slots = (replace(v.slots[k], phase="backward") for k in more)
+        needed = tuple((*of_member, *(of_member[k] for k in more)) for of_member in v.needed)
+        return replace(v, slots=(*v.slots, *slots), needed=needed)
+
+    return replace(classes, values=tuple(map(twice, classes.values))) if again else classes
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hap.conversion import find_needs
 from hap.cost_models.memory import local_bytes
 from hap.plan import Recomputed, Strategy
 from hap.search.blocks import LEVELS
@@ -99,8 +98,9 @@ def _fullest(problem: Problem, found: Found) -> Found | None:
 
 
 def _keeping(problem: Problem, found: Found, kept: Sequence[str]) -> Found:
-    needs = find_needs(problem.choices.graph, found.strategies, regather=True, kept=frozenset(kept))
-    evaluation = problem.facts.evaluator.evaluate(found.strategies, found.sizes, needs, found.repeated)
+    evaluator = problem.facts.evaluator
+    needs = evaluator.needs(found.strategies, regather=True, kept=frozenset(kept), recomputed=found.repeated)
+    evaluation = evaluator.evaluate(found.strategies, found.sizes, needs, found.repeated)
     return replace(found, evaluation=evaluation, kept=frozenset(kept))
 
 

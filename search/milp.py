@@ -36,7 +36,7 @@ far weaker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -230,13 +230,15 @@ def choose(
     gap: float = 1e-6,
     warm: bool = False,
     below_s: float = np.inf,
+    check: Callable[[], None] = lambda: None,
 ) -> Choice | None:
     """The cheapest strategies at the sizes of ``prices``; None if none fits the memory, or none that does comes to less
     than ``below_s``.
 
     ``forced``: node class -> the only options it may take. ``barriers``: see the module docstring. HiGHS, one thread,
     fixed seed, at most ``nodes`` branch-and-bound nodes. ``warm``: without memory rows the linear relaxation is asked
-    first, from where it ended last for this skeleton (``hap.search.warm``).
+    first, from where it ended last for this skeleton (``hap.search.warm``). ``check`` is called during what may take
+    long and may end it by an exception.
     """
     found = prices.coefficients()
     upper, unlimited = _upper(skeleton, forced or {}), None
@@ -248,7 +250,7 @@ def choose(
         proto = _priced(skeleton, found, barriers, limited)
         proto.variables.upper_bounds[:] = upper.tolist()
         start = None if unlimited is None else skeleton.kept.solver.basis
-        solved = _solved(skeleton, proto, start, gap, nodes, below_s * MS if limited else np.inf)
+        solved = _solved(skeleton, proto, start, gap, nodes, below_s * MS if limited else np.inf, check)
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
@@ -265,6 +267,7 @@ def _solved(
     gap: float,
     nodes: int,
     below: float,
+    check: Callable[[], None],
 ) -> Solution | None:
     """By the linear relaxation and branching on what it leaves open; where that comes to nothing, by HiGHS alone.
     ``start``: the basis of its optimum without device rows."""
@@ -272,7 +275,7 @@ def _solved(
     cost[list(linear.ids)] = list(linear.values)
     first = len(skeleton.row_names)
     begin = None if start is None else with_rows(start, first, len(proto.linear_constraints.ids) - first)
-    program = WarmProgram(proto, [np.array(terms) for terms in skeleton.x], _stakes(proto, first))
+    program = WarmProgram(proto, [np.array(terms) for terms in skeleton.x], _stakes(proto, first), check)
     found = program.solve(cost, start=begin, gap=gap, nodes=nodes, below=below)
     if found is None and not program.is_empty:
         found = solve_once(proto, HIGHS, branching(gap, nodes))

@@ -3,8 +3,8 @@
 ``Facts`` depends on the graph, the candidates and the cluster alone; ``hap.search.tables`` adds sizes.
 
 **Memory as linear terms.** The cost model follows every allocation; a linear program cannot, since lifetimes depend on
-the choice. It sees a few *moments* of the step instead: the end of the forward part (everything saved is alive), the
-fullest of every piece of the backward part, and the end (every gradient is alive). At a moment a value counts, in the
+the choice. It sees a few *moments* of the step instead: the fullest of the forward part and of every piece of the
+backward part, and the end (every gradient is alive). At a moment a value counts, in the
 placement it was produced in, if it was produced before and is read later, by itself or through views (one that is made
 again in the backward phase: read later in the same phase); a converted copy counts between the first and the last
 reader of the value; a final gradient counts in its parameter's placement. Of what is not converted this is what the
@@ -115,8 +115,8 @@ class Facts:
 
     @cached_property
     def moments(self) -> Array:
-        """(MOMENTS,) positions in the program: the end of the forward part, of each of so many equal pieces of the
-        backward part the call at which most bytes are there, and the end."""
+        """(MOMENTS,) positions in the program: of the forward part and of each of so many equal pieces of the backward
+        part the call at which most bytes are there, and the end."""
         sources, forward, _ = self.evaluator.parts
         boundary, end = max(self.position[n.name] for n in (*sources, *forward)), len(self.running) - 1
         change = np.zeros(end + 2)
@@ -128,10 +128,10 @@ class Facts:
         for gradient in self.homes:
             change[self.position[gradient.node]] += self.graph.meta(gradient).nbytes
         there = change.cumsum()
-        edges = np.linspace(boundary, end + 1, MOMENTS - 1).round().astype(int)
-        pieces = pairwise(edges.tolist())
+        edges = np.linspace(boundary, end + 1, MOMENTS - 1).round().astype(int).tolist()
+        pieces = [(0, boundary + 1), *pairwise(edges)]
         fullest = [first + int(there[first:last].argmax()) if last > first else first for first, last in pieces]
-        return np.array([boundary, *fullest, end], dtype=np.float64)
+        return np.array([*fullest, end], dtype=np.float64)
 
     @cached_property
     def reads(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:

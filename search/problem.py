@@ -15,7 +15,6 @@ import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import Drafts
-from hap.conversion import find_needs
 from hap.cost_models.compute import parts_seconds
 from hap.cost_models.evaluate import Evaluation, Prepared
 from hap.fabric import Array
@@ -23,7 +22,7 @@ from hap.hosts_sum import HOSTS_SUM
 from hap.placement import GroupSizes, Shard, Sizes
 from hap.plan import Recomputed, Strategy
 from hap.rules.choices import Choices, replicated
-from hap.search.classes import Candidates, Classes, find_bundles, find_classes
+from hap.search.classes import Candidates, Classes, find_bundles, find_classes, read_again
 from hap.search.milp import Skeleton, make_skeleton
 from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts
@@ -79,7 +78,8 @@ class Problem:
     def repeating(self, recomputed: tuple[Recomputed, ...]) -> Problem:
         """The same with these calls made again in the backward pass."""
         facts = self.facts.repeating(recomputed)
-        return replace(self, facts=facts, shared={}, larger=None, _tables={}, _prepared={})
+        skeletons = {False: self._skeletons[False]} if False in self._skeletons else {}
+        return replace(self, facts=facts, shared={}, larger=None, _skeletons=skeletons, _tables={}, _prepared={})
 
     @property
     def recomputed(self) -> tuple[Recomputed, ...]:
@@ -125,6 +125,11 @@ class Problem:
         placements = (s.outputs[0] for n in sources for s in self.facts.candidates[n.name])
         return frozenset(p.group for p in placements if isinstance(p, Shard))
 
+    @property
+    def variables(self) -> int:
+        """Of the program of strategies."""
+        return len(self._skeleton(False).names)
+
     def tables(self, regather: bool) -> Tables:
         """What the variables of the program pay for, which is the same on every cluster."""
         if regather not in self._tables and self.larger is not None:
@@ -137,7 +142,8 @@ class Problem:
     def _skeleton(self, regather: bool) -> Skeleton:
         if regather not in self._skeletons:
             names = frozenset(n.name for n in self.choices.graph.sources("parameter")) if regather else frozenset()
-            self._skeletons[regather] = make_skeleton(self.classes, regathered=names)
+            classes = read_again(self.classes, names, self.facts.again_at)
+            self._skeletons[regather] = make_skeleton(classes, regathered=names)
         return self._skeletons[regather]
 
     def round(self, shares: Mapping[str, Shares], working: Sequence[float], storing: Sequence[float]) -> GroupSizes:
@@ -166,8 +172,9 @@ class Problem:
         """What the judge needs that no sizes change; the last few are kept: one plan is asked about at many sizes."""
         key = (chosen(strategies), regather)
         if key not in self._prepared:
-            needs = find_needs(self.choices.graph, strategies, regather=regather)
-            self._prepared[key] = self.facts.evaluator.prepare(strategies, needs, self.facts.repeated)
+            evaluator, repeated = self.facts.evaluator, self.facts.repeated
+            needs = evaluator.needs(strategies, regather=regather, recomputed=repeated)
+            self._prepared[key] = evaluator.prepare(strategies, needs, repeated)
             for old in list(self._prepared)[:-KEPT]:
                 del self._prepared[old]
         return self._prepared[key]

@@ -32,9 +32,9 @@ from ortools.math_opt import model_pb2
 from hap.conversion import Need
 from hap.cost_models.compute import parts_coefficients
 from hap.cost_models.evaluate import ConversionCost, Evaluation
-from hap.cost_models.order import repeats
 from hap.cost_models.stages import Stages, find_stages
 from hap.fabric import Array
+from hap.order import repeats
 from hap.placement import GroupSizes, Placement, Shard
 from hap.plan import Strategy
 from hap.search.milp import GB, MS, SMALLEST

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from hap.conversion import find_needs
 from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
 from hap.errors import InfeasibleError
 from hap.plan import Recomputed
@@ -135,22 +134,23 @@ def if_kept(problem: Problem, found: Found) -> dict[str, list[int]]:
     """What the plan's provenance says of a plan that repeats calls: bytes of every rank if it did not."""
     if not found.recomputed:
         return {}
-    needs = find_needs(problem.choices.graph, found.strategies, regather=found.regather, kept=found.kept)
-    evaluation = problem.facts.evaluator.evaluate(found.strategies, found.sizes, needs)
+    evaluator = problem.facts.evaluator
+    needs = evaluator.needs(found.strategies, regather=found.regather, kept=found.kept)
+    evaluation = evaluator.evaluate(found.strategies, found.sizes, needs)
     return {"kept_memory_bytes": list(evaluation.memory_bytes)}
 
 
 def thinned(problem: Problem, found: Found) -> Found:
     """The same strategies and sizes with the fewest steps that fit; ``found`` itself fits with all of them."""
     assert found.fits
-    blocks, graph = blocks_of(problem), problem.choices.graph
-    needs = find_needs(graph, found.strategies, regather=found.regather)
+    blocks, evaluator = blocks_of(problem), problem.facts.evaluator
     too_few, enough, best = -1, len(steps_of(blocks)), found
     while enough - too_few > 1:
         count = (too_few + enough) // 2
         recomputed = after_steps(blocks, count)
         names = [name for r in recomputed for name in r.calls]
-        evaluation = problem.facts.evaluator.evaluate(found.strategies, found.sizes, needs, names)
+        needs = evaluator.needs(found.strategies, regather=found.regather, recomputed=names)
+        evaluation = evaluator.evaluate(found.strategies, found.sizes, needs, names)
         if overflow_bytes(evaluation) == 0:
             enough, best = count, replace(found, evaluation=evaluation, recomputed=recomputed)
         else:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hap.cost_models.order import program_parts
 from hap.cost_models.work import is_view
 from hap.graph import Graph, Value
+from hap.order import program_parts
 
 
 def parts_of_calls(graph: Graph) -> Mapping[str, str]:

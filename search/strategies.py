@@ -22,7 +22,7 @@ BEHIND = 1.05  # a start whose first round is this much slower than the best so 
 SHORTER = 1e-4  # of the bound: what one collective less is worth beside its own seconds
 KEPT = 3  # prices
 DEAR = 1.6  # times the step with memory without end: making calls again, or other shares, would come to less ...
-FEW_NODES = 1_000  # ... and of a larger graph a program that memory makes dear takes long
+FEW_NODES, FEW_VARIABLES = 1_000, 12_000  # ... and of a larger graph, or program, one that memory makes dear takes long
 TIE = 0.01  # of the objective: what fits and is as near to what does not is near enough
 LESS = 0.99  # of what a choice takes, after it was made twice
 TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the ledger finds more than it had seen
@@ -31,7 +31,7 @@ TIGHTENINGS = 3  # how often a MILP is solved again with less memory, when the l
 @dataclass
 class Chooser:
     """Asks for strategies; keeps what was solved, and the ``margin`` (N,) of memory that helped for the next sizes.
-    ``check`` is called before every program and may end the search by an exception."""
+    ``check`` is called before every program, and during one that takes long, and may end the search by an exception."""
 
     problem: Problem
     limits: Limits
@@ -45,7 +45,8 @@ class Chooser:
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)
-        is_small = len(self.problem.choices.graph.nodes) <= FEW_NODES
+        nodes, variables = len(self.problem.choices.graph.nodes), self.problem.variables
+        is_small = nodes <= FEW_NODES and variables <= FEW_VARIABLES
         self.dear = np.inf if is_small else DEAR  # times ``least_s``: choices that fit and cost more are none
         self.least_s = np.inf  # of all choices so far with memory without end, with nothing forced
 
@@ -161,6 +162,7 @@ class Chooser:
             gap=MIP_GAP,
             warm=True,
             below_s=below_s,
+            check=self.check,
         )
 
     def _prices(self, sizes: GroupSizes, regather: bool, capacity: Array, plain: bool) -> Prices:

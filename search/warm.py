@@ -16,12 +16,13 @@ the whole program it takes ten times as long.
 
 Where the decisions are named, as they are of programs with rows of memory, they are branched on first, with the same
 solver (``branches``). That nearly always ends with the optimum; what it leaves open goes to HiGHS as above, with U the
-best point that it met.
+best point that it met. Of a large program that would take minutes: there the best point is taken that is near enough,
+or is met in time, and HiGHS is asked only if there is none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -32,20 +33,24 @@ from hap.search.branches import INTEGRAL, RELAXED, Branches, Decision, Part
 from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
 
 WORK = 4_000_000_000  # squared variables times relaxations of one program, before what is left is given to HiGHS
-FEWEST = (
-    100  # relaxations, of however many variables: what is left to HiGHS takes it half a minute where memory is full
-)
+LARGE = 100  # relaxations that come to more than that: what was left to HiGHS took it minutes where memory is full
+NEAR = 0.002  # to the bound: is enough for a large program after so many relaxations ...
+PATIENCE = 3  # ... and times as many are without it
 
 
 class WarmProgram:
     """One set of rows; the objective and the upper bounds change from solution to solution. ``decisions``: all integer
     variables in sets of which exactly one is 1, and the ``stakes`` (V,), if they are to be branched on here (see
-    ``branches``)."""
+    ``branches``). ``check`` is called while they are, and may end it by an exception."""
 
     def __init__(
-        self, proto: model_pb2.ModelProto, decisions: Sequence[Decision] = (), stakes: Array | None = None
+        self,
+        proto: model_pb2.ModelProto,
+        decisions: Sequence[Decision] = (),
+        stakes: Array | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.proto, self.decisions, self.stakes = proto, decisions, stakes
+        self.proto, self.decisions, self.stakes, self.check = proto, decisions, stakes, check
         self.integers = np.array(proto.variables.integers, dtype=bool)
         assert not decisions or sorted(np.concatenate(decisions)) == np.flatnonzero(self.integers).tolist()
         relaxed = model_pb2.ModelProto()
@@ -101,6 +106,8 @@ class WarmProgram:
             return None
         if found.objective - bound <= gap * abs(found.objective):
             return Solution(found.values, found.objective, min(bound, found.objective), relaxed.status)
+        if self.decisions and self._is_large:
+            return found._replace(bound=bound, status="feasible")
         assert relaxed.reduced_costs is not None
         worth = found.objective - relaxed.objective + INTEGRAL * abs(found.objective)
         ruled_out = (upper == 1.0) & (relaxed.values < INTEGRAL) & (relaxed.reduced_costs > worth)
@@ -110,13 +117,19 @@ class WarmProgram:
         best = min(rest, found, key=lambda point: point.objective)
         return best._replace(bound=min(max(rest.bound, bound), best.objective), status=rest.status)
 
+    @property
+    def _is_large(self) -> bool:
+        return len(self.upper) ** 2 * LARGE > WORK
+
     def _by_decisions(self, upper: Array, relaxed: Solution, below: float) -> tuple[Solution | None, float]:
         """The best point that ``Branches`` finds, and what no point is below; None where there are no decisions, and
         where there is no point, which ``is_empty`` then says."""
         if not self.decisions:
             return None, relaxed.objective
         assert self.stakes is not None
-        tree = Branches(self.solver, self.decisions, self.stakes, max(FEWEST, WORK // len(upper) ** 2), below)
+        most = max(LARGE, WORK // len(upper) ** 2)
+        near, patience = (NEAR, PATIENCE) if self._is_large else (np.inf, 1)
+        tree = Branches(self.solver, self.decisions, self.stakes, most, below, near, patience, self.check)
         tree.search(Part(upper, relaxed))
         self.is_empty = tree.best is None and tree.bound >= below
         return tree.best, tree.bound

@@ -4,7 +4,7 @@
 them made, the call is made once more, and before it those of the chosen calls whose results it reads; so what they make
 dies in the forward part after its last reader there. The rest is saved as before: what other calls made, what a
 collective made (nothing is sent twice), and the inputs of the calls that are repeated. A parameter that is gathered
-again for the backward pass is gathered sooner if a repeated call reads it.
+again for the backward pass is gathered sooner if a repeated call reads it, or for such calls alone.
 
 A program writes nothing in place and dropout draws by seed and position, so a repeated call gives the same numbers.
 Buffer updates are results of the forward part and stay there: a running statistic moves once.
@@ -49,7 +49,7 @@ class _Backward:
         self.own = own | ({program.tangent} if program.tangent else set())
         self.held = dict(program.held)
         self.converts: dict[tuple[Value, Placement], Convert] = {}  # those of the part that read nothing made in it
-        for i in program.backward:
+        for i in (*program.backward, *program.gathered_again):
             if isinstance(i, Convert) and i.input not in own:
                 self.converts[program.held[i.input].value, i.target] = i
 

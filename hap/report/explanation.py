@@ -17,11 +17,11 @@ from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs, kept_parameters
 from hap.cost_models.compute import DEFAULT_MODEL
 from hap.cost_models.evaluate import update_seconds
-from hap.cost_models.order import repeats
 from hap.cost_models.sequence import ConversionCost, Pricer, sequence
 from hap.cost_models.timeline import Timeline
 from hap.fabric import Array
 from hap.graph import Graph, Value
+from hap.order import repeats
 from hap.placement import Shard, parse_placement
 from hap.plan import AsRun, Explanation, Help, Layer, Plan, Sent, Stage, Strategy
 
@@ -37,7 +37,8 @@ def strategies_of(plan: Plan) -> dict[str, Strategy]:
 def needs_of(plan: Plan, graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[Need, ...]:
     """The plan's conversions as needs, in its order: parameters gathered again where the plan does so."""
     made = [(Value.parse(c.value), parse_placement(c.target), c.phase) for c in plan.conversions]
-    needs = find_needs(graph, strategies, regather=True, kept=kept_parameters(graph, made))
+    again = repeats(graph, strategies, plan.repeated)
+    needs = find_needs(graph, strategies, regather=True, kept=kept_parameters(graph, made), again=again)
     assert [(n.value, n.target, n.phase) for n in needs] == made, "a plan's conversions are those of its strategies"
     return needs
 

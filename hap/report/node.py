@@ -17,6 +17,7 @@ from hap.conversion import Need, find_needs, kept_parameters
 from hap.cost_models.evaluate import Evaluation, evaluate
 from hap.errors import HapError
 from hap.graph import Graph, Node
+from hap.order import repeats
 from hap.placement import Shard
 from hap.plan import Plan, Strategy
 from hap.report.explanation import needs_of, strategies_of
@@ -151,7 +152,8 @@ def _judge(
     trial = {**chosen, node.name: strategy}
     is_chosen = strategy == chosen[node.name]
     try:
-        needs = find_needs(graph, trial, regather=regather, kept=kept)
+        again = repeats(graph, trial, plan.repeated)
+        needs = find_needs(graph, trial, regather=regather, kept=kept, again=again)
         for need in needs:
             need.collective  # noqa: B018  (raises where nothing turns one placement into the other)
     except AssertionError as e:

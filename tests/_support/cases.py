@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import cache
 
 from hap.graph import Graph
-from hap.plan import Plan
+from hap.plan import Plan, Recomputed
 from hap.rules.choices import Choices, choices
 from tests._support import gpt2
 from tests._support.plans import greedy_strategies, make_plan, random_sizes, random_strategies, sizes_for
@@ -44,14 +45,17 @@ def tensor_parallel(heads: tuple[int, ...]) -> Plan:
     return make_plan(found, greedy_strategies(found, wishes), sizes_for(found, heads))
 
 
-def zero(sizes: tuple[int, ...], *, regather: bool = False, every: int = 1) -> Plan:
+def zero(
+    sizes: tuple[int, ...], *, regather: bool = False, every: int = 1, recomputed: Sequence[Recomputed] = ()
+) -> Plan:
     """The batch dealt as ``sizes``, every parameter sharded on dim 0 in proportion; with ``regather`` the first of
     ``every`` so many parameters is gathered again for the backward pass."""
     found = gpt2_choices()
     wishes = {n.target: (0, n.meta.shape[0]) for n in found.graph.sources("parameter")} | BATCH
     strategies = greedy_strategies(found, wishes)
     kept = [n.name for i, n in enumerate(found.graph.sources("parameter")) if i % every]
-    return make_plan(found, strategies, sizes_for(found, sizes, {gpt2.BATCH: sizes}), regather=regather, kept=kept)
+    every_size = sizes_for(found, sizes, {gpt2.BATCH: sizes})
+    return make_plan(found, strategies, every_size, regather=regather, kept=kept, recomputed=recomputed)
 
 
 def anything(seed: int, world_size: int = 3) -> Plan:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 import hap
 from hap.conversion import find_needs
 from hap.graph import Graph, Node
+from hap.order import repeats
 from hap.placement import PARTIAL, Placement, Shard, Sizes
-from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance, Strategy
+from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance, Recomputed, Strategy
 from hap.rules.choices import Choices, replicated
 
 FIRST = {"all_gather": "all_to_all", "all_reduce": "ring", "reduce_scatter": "all_to_all_sum"}
@@ -103,9 +104,11 @@ def make_plan(
     *,
     regather: bool = False,
     kept: Collection[str] = (),
+    recomputed: Sequence[Recomputed] = (),
     world_size: int | None = None,
 ) -> Plan:
     """The plan with these decisions, without a prediction worth reading."""
+    again = repeats(choices.graph, strategies, [name for r in recomputed for name in r.calls])
     graph = choices.graph
     world_size = world_size or len(next(iter(sizes.values())))
     conversions = tuple(
@@ -118,7 +121,7 @@ def make_plan(
             decomposition=DECOMPOSITION[need.collective],
             nbytes=graph.meta(need.value).nbytes,
         )
-        for need in find_needs(graph, strategies, regather=regather, kept=kept)
+        for need in find_needs(graph, strategies, regather=regather, kept=kept, again=again)
     )
     nothing = (0.0,) * world_size
     return Plan(
@@ -148,4 +151,5 @@ def make_plan(
             memory_by_kind=({},) * world_size,
         ),
         devices=tuple(f"cpu{r}" for r in range(world_size)),
+        recomputed=tuple(recomputed),
     )

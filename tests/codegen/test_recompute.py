@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -17,14 +18,21 @@ from hap.codegen.passes.runner import Outcome, run_passes, standard_passes
 from hap.codegen.program import Call, Convert, Program, verify_program
 from hap.codegen.source import to_python
 from hap.cost_models.evaluate import evaluate
-from hap.cost_models.order import program_parts, repeats
 from hap.errors import PlanError
 from hap.graph import Value
+from hap.order import program_parts, repeats
 from hap.plan import Plan, Recomputed, Strategy
-from hap.rules.choices import replicated
+from hap.rules.choices import choices, replicated
 from hap.runtime.lockstep import run_lockstep
 from tests._support import cases, gpt2
-from tests._support.plans import make_plan, random_sizes, random_strategies, replicated_plan
+from tests._support.plans import (
+    greedy_strategies,
+    make_plan,
+    random_sizes,
+    random_strategies,
+    replicated_plan,
+    sizes_for,
+)
 from tests.codegen.test_lockstep import small
 from tests.cost_models.build import IDEAL, relu_step
 from tests.search.models import cluster
@@ -38,8 +46,12 @@ PLANS = {
 }
 
 
+def chosen(calls: tuple[str, ...]) -> tuple[Recomputed, ...]:
+    return (Recomputed(block="any", what="all", calls=calls),)
+
+
 def repeating(plan: Plan, calls: tuple[str, ...]) -> Plan:
-    return plan.model_copy(update={"recomputed": (Recomputed(block="any", what="all", calls=calls),)})
+    return plan.model_copy(update={"recomputed": chosen(calls)})
 
 
 @cache
@@ -128,15 +140,15 @@ def test_any_calls_of_any_program(source, world_size, regather, part, off) -> No
     """Every value, the repeated ones too, is what one device has; collectives are those of the plan, each once."""
     found, whole = small()
     graph = found.graph
-    plan = make_plan(
-        found, random_strategies(found, source), random_sizes(found, world_size, source), regather=regather
-    )
+    strategies, sizes = random_strategies(found, source), random_sizes(found, world_size, source)
     calls = [n.name for n in graph.nodes if n.phase == "forward" and not n.is_source]
-    plan = repeating(plan, tuple(name for name in calls if source.random() < part))
+    again = chosen(tuple(name for name in calls if source.random() < part))
+    plan = make_plan(found, strategies, sizes, regather=regather, recomputed=again)
     before = lower(graph, plan)
     program = recompute_calls(before)
     verify_program(program)
-    assert sorted(c.output for c in program.conversions) == sorted(c.output for c in before.conversions)
+    told = Counter((str(program.held[c.input].value), str(c.target), c.phase) for c in program.conversions)
+    assert told == Counter((c.value, c.target, c.phase) for c in plan.conversions)
     step = run_lockstep(run_passes(before, standard_passes(), off=sorted(off)).program, whole, check=True)
     for target, value in graph.gradients.items():
         torch.testing.assert_close(step.gradients[target], whole[value], rtol=1e-10, atol=1e-12)
@@ -160,6 +172,27 @@ def test_parameters_that_are_gathered_again_serve_the_repeated_calls() -> None:
     anew = {c.input for c in program.backward if isinstance(c, Convert) and c.input in parameters}
     kept = {program.held[name].value.node for name in program.saved if name not in parameters}
     assert anew and not anew & kept
+
+
+def test_a_parameter_is_gathered_again_for_repeated_calls_alone() -> None:
+    """The first product's, which the backward pass reads nowhere else: gathered just before it, and not kept."""
+    found = choices(relu_step())
+    strategies = greedy_strategies(found, {"x": (0, 8), "w": (1, 4)})
+    sizes = sizes_for(found, (5, 2, 1))
+    plain = make_plan(found, strategies, sizes, regather=True)
+    plan = make_plan(found, strategies, sizes, regather=True, recomputed=chosen(("a", "b")))
+    assert [c.phase for c in plain.conversions if c.value == "w"] == ["forward"]
+    assert [c.phase for c in plan.conversions if c.value == "w"] == ["forward", "backward"]
+    before = lower(found.graph, plan)
+    (gather,) = before.gathered_again
+    after = recompute_calls(before)
+    verify_program(after)
+    at = after.backward.index(gather)
+    again = after.backward[at + 1]
+    assert isinstance(again, Call) and again.inputs[1] == gather.output and gather.input == "w"
+    assert gather.output not in after.saved and "w" in after.saved
+    kept = recompute_calls(lower(found.graph, repeating(plain, ("a", "b"))))
+    assert "w__r" in kept.saved and not any(isinstance(i, Convert) and i.input == "w" for i in kept.backward)
 
 
 # ------------------------------------------------------------------------------------------------ the cost models' view

@@ -10,10 +10,10 @@ from hap.codegen.lowering import lower
 from hap.codegen.program import Call
 from hap.conversion import find_needs
 from hap.cost_models.memory import MemoryUse, Walk, memory_use, optimizer_state_bytes, usable_bytes
-from hap.cost_models.order import program_order
 from hap.graph import Graph, Value, with_inputs
 from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.mesh import graph_of, sums_in_order
+from hap.order import program_order
 from hap.plan import Strategy
 from tests._support import gpt2
 from tests._support.mesh import make_mesh

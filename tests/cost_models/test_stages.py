@@ -5,9 +5,9 @@ import pytest
 
 from hap.conversion import find_needs
 from hap.cost_models.compute import DEFAULT_MODEL, Calls
-from hap.cost_models.order import repeats
 from hap.cost_models.sequence import Local, Pricer, sequence
 from hap.cost_models.stages import find_stages
+from hap.order import repeats
 from tests.cost_models.build import cluster, data_parallel, relu_step
 
 ON = cluster([1000, 700, 300], tflops=[2e-9, 1e-9, 3e-10], memory_bandwidth="1kB/s", launch="1ms")

@@ -130,10 +130,10 @@ def test_stopped_early_the_bound_is_below_the_optimum(most: int) -> None:
 
 
 def test_what_is_left_open_goes_to_the_other_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm, "WORK", 0)
-    monkeypatch.setattr(warm, "FEWEST", 4)
+    monkeypatch.setattr(warm, "LARGE", 0)
     for seed in range(30):
         shop = Shop(seed)
+        monkeypatch.setattr(warm, "WORK", 4 * len(shop.cost) ** 2)
         least, asked = shop.least(), WarmProgram(shop.program(), shop.decisions, shop.stakes)
         found = asked.solve(shop.cost)
         if found is not None:
@@ -141,6 +141,28 @@ def test_what_is_left_open_goes_to_the_other_solver(monkeypatch: pytest.MonkeyPa
             assert found.bound <= least * (1 + 1e-9)
         else:  # nothing fits, or what the relaxation has whole admits none: then the caller asks for everything
             assert least == np.inf or not asked.is_empty
+
+
+def test_of_a_large_program_what_is_near_enough_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other solver is asked if there is a point."""
+    monkeypatch.setattr(warm, "WORK", 0)
+    monkeypatch.setattr(warm, "LARGE", 1)
+    monkeypatch.setattr(warm, "NEAR", 0.2)
+    monkeypatch.setattr(warm, "PATIENCE", 100)
+    monkeypatch.setattr(warm, "solve_once", None)
+    near = 0
+    for seed in range(60):
+        shop = Shop(seed)
+        least, asked = shop.least(), WarmProgram(shop.program(), shop.decisions, shop.stakes)
+        if least == np.inf:
+            continue
+        found = asked.solve(shop.cost)
+        assert found is not None
+        assert (shop.held @ found.values <= shop.limits + 1e-6).all()
+        assert found.bound <= least * (1 + 1e-9) and least * (1 - 1e-9) <= found.objective
+        assert found.status in ("optimal", "feasible")
+        near += found.status == "feasible" and found.objective - found.bound <= 0.2 * found.objective
+    assert near >= 5
 
 
 class Failing(KeptSolver):

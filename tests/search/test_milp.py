@@ -2,8 +2,8 @@
 
 import itertools
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hap.conversion import find_needs
 from hap.graph import Graph, Node, TensorMeta, Value, verify_graph
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
-from hap.search.classes import find_classes
+from hap.search.classes import find_classes, read_again
 from hap.search.milp import NodePayer, Skeleton, choose, make_skeleton
 from hap.search.tables import Coefficients
 
@@ -99,6 +99,7 @@ def cost(
     prices: MadeUpPrices,
     strategies: Mapping[str, tuple[Strategy, ...]],
     picks: Mapping[str, int],
+    again: Mapping[str, Sequence[Node]],
 ) -> float:
     """Step seconds of one choice, straight from ``find_needs``; infinite if it does not fit or makes a partial."""
     chosen = {name: strategies[name][i] for name, i in picks.items()}
@@ -106,7 +107,7 @@ def cost(
         return float("inf")
     total = max(sum(prices.seconds[key] for key in picks.items()).tolist())
     try:
-        needs = find_needs(graph, chosen, regather=prices.regather)
+        needs = find_needs(graph, chosen, regather=prices.regather, again=again)
         for need in needs:
             need.collective  # noqa: B018  (raises where the target is a partial)
     except AssertionError:
@@ -121,7 +122,7 @@ def test_finds_the_optimum_of_exhaustive_search(seed: int) -> None:
     prices = random_prices(rng, graph, strategies)
     names = list(strategies)
     every = [dict(zip(names, p, strict=True)) for p in itertools.product(*(range(len(strategies[n])) for n in names))]
-    best = min(cost(graph, prices, strategies, picks) for picks in every)
+    best = min(cost(graph, prices, strategies, picks, {}) for picks in every)
     classes = find_classes(graph, strategies)
     skeleton = make_skeleton(classes, regathered=frozenset(["w"]) if prices.regather else frozenset())
     if best == float("inf"):
@@ -131,5 +132,28 @@ def test_finds_the_optimum_of_exhaustive_search(seed: int) -> None:
     assert choice is not None
     picks = {name: choice.picks[c] for name, c in classes.of.items()}
     assert choice.objective_s == pytest.approx(best, rel=1e-6)
-    assert cost(graph, prices, strategies, picks) == pytest.approx(best, rel=1e-6)
+    assert cost(graph, prices, strategies, picks, {}) == pytest.approx(best, rel=1e-6)
     assert choice.bound_s <= best * (1 + 1e-6)
+
+
+def test_a_parameter_is_paid_for_again_where_repeated_calls_read_it() -> None:
+    """All calls of the forward phase are made again before the last one: whatever is chosen, that costs as much more as
+    the conversions of it do."""
+    dearer = 0
+    for seed in range(200):
+        rng = random.Random(seed)
+        graph, strategies = random_graph(rng)
+        prices = replace(random_prices(rng, graph, strategies), regather=True, capacity_bytes=np.full(RANKS, 100e9))
+        repeated = [n for n in graph.nodes if n.op == "made.up" and n.phase == "forward"]
+        again = {n.name: repeated for n in graph.nodes[-2:-1] if n.phase == "backward"}
+        classes, names = find_classes(graph, strategies), [n.name for n in repeated if again]
+        forced = {a: (rng.randrange(c.options),) for a, c in enumerate(classes.nodes)}
+        picks = {name: forced[c][0] for name, c in classes.of.items()}
+        once, twice = (cost(graph, prices, strategies, picks, calls) for calls in ({}, again))
+        asked = (make_skeleton(c, regathered=frozenset({"w"})) for c in (classes, read_again(classes, {"w"}, names)))
+        plain, other = (choose(skeleton, OfSkeleton(prices, skeleton), forced=forced) for skeleton in asked)
+        assert (plain is None) == (other is None) == (twice == float("inf"))
+        if plain is not None and other is not None:
+            assert other.objective_s - plain.objective_s == pytest.approx(twice - once, rel=1e-6, abs=1e-12)
+            dearer += twice > once
+    assert dearer >= 5

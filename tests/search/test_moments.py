@@ -9,7 +9,7 @@ import pytest
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.memory import local_bytes
-from hap.cost_models.order import program_parts
+from hap.order import program_parts
 from hap.rules.choices import Choices, replicated
 from hap.search.found import Found
 from hap.search.limits import LIMITS
@@ -50,14 +50,15 @@ def test_on_one_device_they_see_the_peak(model: str, again: bool) -> None:
     assert (0.8 if again else 0.99) * peak < max(seen) <= peak * (1 + 1e-9)  # type: ignore[arg-type]
 
 
-def test_they_begin_where_the_forward_part_ends() -> None:
+def test_one_is_of_the_forward_part_and_the_others_of_the_backward_part() -> None:
     """Transposed weights are forward nodes that run in the backward part, some at its very end."""
     problem = state(gpt2(layers=2), hosts((1, 1), network="1GB/s"))
     graph, facts = problem.choices.graph, problem.facts
     _, forward, backward = program_parts(graph)
     late = [n for n in backward if n.phase == "forward"]
     assert len(late) > 10
-    assert facts.moments[0] == facts.position[forward[-1].name] < min(facts.position[n.name] for n in late)
+    last = facts.position[forward[-1].name]
+    assert facts.moments[0] <= last <= facts.moments[1] and last < min(facts.position[n.name] for n in late)
     assert (np.diff(facts.moments) >= 0).all() and facts.moments[-1] == len(graph.nodes) - 1
     assert problem.on(hosts((1, 1), (1, 1), network="1GB/s")).facts.moments is facts.moments
 

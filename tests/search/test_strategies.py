@@ -90,10 +90,11 @@ def test_memory_that_the_program_does_not_see_is_kept_free(monkeypatch: pytest.M
     assert found.fits and found.cost[1] <= honest.cost[1] * 1.1
 
 
-def test_a_plan_is_found_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["FEW_NODES", "FEW_VARIABLES"])
+def test_a_plan_is_found_whatever_it_costs(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """Where nothing is so cheap, first with calls made again, then without any limit."""
     plain = plan_graph(MODEL, devices(TIGHT_MB))
-    monkeypatch.setattr(strategies, "FEW_NODES", 0)
+    monkeypatch.setattr(strategies, limit, 0)
     monkeypatch.setattr(strategies, "DEAR", 1.0)
     asked = list[float]()
     anew = recompute._anew

@@ -10,7 +10,7 @@ from hap.codegen.lowering import lower
 from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.codegen.program import Call
-from hap.cost_models.order import program_parts, repeats
+from hap.order import program_parts, repeats
 from hap.plan import Recomputed, Strategy
 from hap.rules.choices import choices
 from hap.runtime.lockstep import run_lockstep

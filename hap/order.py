@@ -2,9 +2,10 @@
 
 First what the loss and the buffers' updates need; then the backward pass. A forward node that only the backward pass
 reads runs there, just before its first reader, so that its arguments are kept and not its result; a node that nobody
-needs does not run. This is what ``hap.codegen.lowering`` does; a test holds the two together.
+needs does not run. Lowering asks here, as the ledger and the clocks do.
 
-``repeats`` says the same of ``hap.codegen.passes.recompute``: which calls run once more, and before which.
+``repeats`` says what ``hap.codegen.passes.recompute`` does to a program: which calls run once more, and before which; a
+test holds the two together.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What is planned for ``benchmarks/planning.py``: models at their published size on clusters of unequal GPUs.
 
 The zoo's models get a batch that grows with the cluster. Llama 2 at 7B and 70B are in half precision, their parameters,
-gradients and optimizer state too. Clusters: HAP's testbed, mixes of three generations of GPUs, and two in which memory
-binds.
+gradients and optimizer state too; Mixtral 8x7B, and four layers of it, are in single precision and planned when asked
+for. Clusters: HAP's testbed, mixes of three generations of GPUs, and some in which memory binds.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ MIXES = {
     "mix-4": (("A100-40GB", 2), ("V100-16GB", 2)),
     "mix-16": (("A100-40GB", 4), ("V100-16GB", 4), ("V100-16GB", 4), ("T4", 4)),
     "mix-32": (("A100-40GB", 8), ("V100-16GB", 8), ("V100-16GB", 8), ("T4", 8)),
+    "mix-48": (("A100-80GB", 8),) * 2 + (("A100-40GB", 8),) * 4,
     "mix-128": (("A100-40GB", 8),) * 4 + (("V100-16GB", 8),) * 8 + (("T4", 8),) * 4,
     "mix-1024": (("A100-40GB", 8),) * 64 + (("A100-80GB", 8),) * 32 + (("H100", 8),) * 32,
 }
@@ -79,8 +80,43 @@ LLAMAS = {
 }
 
 
+@dataclass(frozen=True)
+class Mixtral:
+    """Mixtral 8x7B's shapes (Jiang et al. 2024, table 1), or fewer layers, with one global batch."""
+
+    title: str
+    layers: int
+    batch: tuple[int, int]
+
+    def build(self) -> Case:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        config = MixtralConfig(
+            hidden_size=4096,
+            num_hidden_layers=self.layers,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            intermediate_size=14336,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            vocab_size=32000,
+            router_aux_loss_coef=0.0,
+        )
+        with torch.device("meta"):
+            model = Output(MixtralForCausalLM(config), use_cache=False)
+            ids = tokens(32000, *self.batch)
+        return Case(model, {"input_ids": ids}, next_token_loss, ids)
+
+
+MIXTRALS = {
+    "mixtral_8x7b": Mixtral("Mixtral 8x7B", 32, (96, 2048)),
+    "mixtral_4_layers": Mixtral("Mixtral, 4 layers", 4, (64, 512)),
+}
+WHOLE: Mapping[str, Llama | Mixtral] = {**LLAMAS, **MIXTRALS}
+
+
 def titled(model: str) -> str:
-    return LLAMAS[model].title if model in LLAMAS else find(model).title
+    return WHOLE[model].title if model in WHOLE else find(model).title
 
 
 @cache
@@ -97,8 +133,8 @@ def cluster(name: str) -> ClusterSpec:
 
 def captured(model: str, devices: int) -> Graph:
     """The model's step; a model of the zoo with ``PER_DEVICE`` samples for each device."""
-    if model in LLAMAS:
-        return of_graph(model, LLAMAS[model].build())
+    if model in WHOLE:
+        return of_graph(model, WHOLE[model].build())
     case, batch = find(model).build("real"), {**PER_DEVICE, **OTHERS}[model] * devices
     old = next(iter(_tensors(case.inputs))).shape[0]
     return of_graph(model, case, lambda tree: _resized(tree, old, batch))

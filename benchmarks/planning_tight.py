@@ -65,9 +65,11 @@ class Beside:
     def solved(self, own: Callable[..., Solution | None]) -> Callable[..., Solution | None]:
         """In the place of ``milp._solved``."""
 
-        def both(skeleton: Any, proto: Any, start: Any, gap: float, nodes: int, below: float) -> Solution | None:
+        def both(
+            skeleton: Any, proto: Any, start: Any, gap: float, nodes: int, below: float, check: Any
+        ) -> Solution | None:
             began = time.process_time()
-            found = own(skeleton, proto, start, gap, nodes, below)
+            found = own(skeleton, proto, start, gap, nodes, below, check)
             ended = time.process_time()
             if len(proto.linear_constraints.ids) > len(skeleton.row_names):
                 alone = solve_once(proto, HIGHS, branching(gap, nodes))

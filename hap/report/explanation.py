@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hap.cluster import ClusterSpec
-from hap.conversion import Need, find_needs, kept_parameters
+from hap.conversion import Need, find_needs
 from hap.cost_models.compute import DEFAULT_MODEL
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.sequence import ConversionCost, Pricer, sequence
@@ -38,9 +38,12 @@ def needs_of(plan: Plan, graph: Graph, strategies: Mapping[str, Strategy]) -> tu
     """The plan's conversions as needs, in its order: parameters gathered again where the plan does so."""
     made = [(Value.parse(c.value), parse_placement(c.target), c.phase) for c in plan.conversions]
     again = repeats(graph, strategies, plan.repeated)
-    needs = find_needs(graph, strategies, regather=True, kept=kept_parameters(graph, made), again=again)
-    assert [(n.value, n.target, n.phase) for n in needs] == made, "a plan's conversions are those of its strategies"
-    return needs
+    least, most = (
+        {(n.value, n.target, n.phase): n for n in find_needs(graph, strategies, regather=regather, again=again)}
+        for regather in (False, True)
+    )
+    assert least.keys() <= set(made) <= most.keys(), "a plan's conversions are those of its strategies"
+    return tuple(most[key] for key in made)
 
 
 def layer_of(module: str) -> str:

@@ -19,7 +19,8 @@ from hap.cost_models.memory import memory_use
 from hap.graph import Graph
 from hap.order import repeats
 from hap.plan import Plan, Recomputed, Strategy
-from hap.rules.choices import choices
+from hap.report.explanation import needs_of, strategies_of
+from hap.rules.choices import Choices, choices
 from hap.runtime.program import HapProgram
 from hap.search.blocks import find_blocks
 from tests._support import cases, gpt2
@@ -223,10 +224,13 @@ def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 12, dtype=torch.float64, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
 
-def tower_plans() -> list[Plan]:
-    """With the first weight kept for the calls that are repeated, and gathered again for them alone."""
+def tower_choices() -> Choices:
     x, labels = rows(0)
-    found = choices(capture(tower(), x, loss_fn=functional.cross_entropy, example_targets=labels))
+    return choices(capture(tower(), x, loss_fn=functional.cross_entropy, example_targets=labels))
+
+
+def tower_plans(found: Choices) -> list[Plan]:
+    """With the first weight kept for the calls that are repeated, and gathered again for them alone."""
     strategies = greedy_strategies(found, {"args.0": (0, 8), "targets.0": (0, 8)})
     for node in found.graph.sources("parameter"):
         strategies[node.name] = next(s for s in found.strategies[node.name] if s.groups)
@@ -255,7 +259,11 @@ def train_tower(rank: int, plans: list[Plan]) -> tuple[list[float], list[str]]:
 
 def test_a_parameter_is_gathered_again_for_repeated_calls_alone() -> None:
     """The first weight, which the backward pass does not read otherwise: the program has one gather more for it."""
-    plans = tower_plans()
+    found = tower_choices()
+    plans = tower_plans(found)
+    for plan in plans:
+        needs = needs_of(plan, found.graph, strategies_of(plan))
+        assert [(str(n.value), n.phase) for n in needs] == [(c.value, c.phase) for c in plan.conversions]
     new = [c for c in plans[1].conversions if c not in plans[0].conversions]
     assert {c.collective for c in new} == {"all_gather"} and "p_0_weight" in {c.value for c in new}
     for errors, (kept, again) in run_ranks(3, train_tower, plans):

@@ -61,11 +61,12 @@ def expert_mm_weight(
 
 
 def _own(ids: torch.Tensor, count: int, place: Place | None) -> torch.Tensor:
-    """Every row's expert among the ``count`` that are here; ``count`` if it is not."""
-    if place is None:
-        return ids
-    _, outer, n, unit, start = place
+    """Every row's expert among the ``count`` that are here; ``count`` if it is not. Ids may count from the end, and are
+    refused if there is no such expert, as in ``weight[ids]``."""
     here = torch.arange(count, device=ids.device)
+    if place is None:
+        return here[ids]
+    _, outer, n, unit, start = place
     inside = max(1, count // outer)  # of each of the outer parts
     numbers = (here // inside * n + start) * unit + here % inside
     known = torch.full((outer * n * unit,), count, dtype=torch.int64, device=ids.device)

@@ -69,7 +69,7 @@ def plan_graph(
     """The best plan found for one training step of ``choices.graph`` on ``cluster``.
 
     ``method``: strategies are chosen by an integer program, or synthesised by A* (``synthesis``): both are exact at
-    given sizes, so plans cost alike, but A* takes longer.
+    given sizes, but for large programs where memory binds (``warm``), so plans cost alike, but A* takes longer.
     ``leave_out``: where a job is faster, as it is run, without the slowest kinds of devices, the plan is for a cluster
     of the others (``fewer``), and its bound is below all plans with and without them.
     On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,

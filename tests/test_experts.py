@@ -52,6 +52,19 @@ def test_a_range_of_experts_adds_zeros_for_the_rows_of_others(start: int, count:
     torch.testing.assert_close(expert_mm_weight(x, grad, ids(), count, place), expected)
 
 
+@pytest.mark.parametrize("place", [None, (0, 1, E, 1, 0)])
+def test_ids_are_those_of_an_index(place: tuple[int, ...] | None) -> None:
+    """From the end, too, and none that does not exist."""
+    x, grad, weight, back = drawn(S, K), drawn(S, N), drawn(E, K, N), ids() - E
+    torch.testing.assert_close(expert_mm(x, weight, back, place), defined(x, weight, ids()))
+    torch.testing.assert_close(expert_mm_weight(x, grad, back, E, place), defined_weight(x, grad, ids()))
+    for wrong in (E, -E - 1):
+        at = ids().index_fill(0, torch.tensor([2]), wrong)
+        for call in (lambda i: expert_mm(x, weight, i, place), lambda i: expert_mm_weight(x, grad, i, E, place)):
+            with pytest.raises(IndexError):
+                call(at)
+
+
 def test_experts_that_are_dealt_out_in_strides() -> None:
     """Six experts as two parts of three: the rank with atoms 1 and 2 has experts 1, 2, 4, 5."""
     x, weight, at = drawn(S, K), drawn(6, K, N), torch.arange(S) % 6

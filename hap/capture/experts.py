@@ -28,10 +28,10 @@ _INTERFACE = "transformers.integrations.moe"
 def as_batched() -> Iterator[None]:
     """While active, Hugging Face's experts run as batched products."""
     module: Any = sys.modules.get(_INTERFACE)  # what was never imported has no experts
-    if module is None:
+    interface = getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
+    if interface is None:  # or runs in no way but its own, which is traced as it is
         yield
         return
-    interface = module.ALL_EXPERTS_FUNCTIONS
     interface.get_interface = lambda implementation, default: module.batched_mm_experts_forward
     try:
         yield
@@ -82,21 +82,28 @@ def _product(node: Node, done: Rewritten) -> Expansion | None:
 
 def _table(value: Value, done: Rewritten) -> _Table | None:
     """What ``value`` (S, a, b) has for every row, if that is one of a few matrices."""
-    meta, transposed = done.meta(value), False
-    node = done.producer(value)
-    while node.op in ("aten._to_copy.default", "aten.transpose.int"):
-        if node.op == "aten.transpose.int":
-            if {d % 3 for d in node.args[1:]} != {1, 2}:
-                return None
-            transposed = not transposed
-        node = done.producer(node.args[0])
+    node, transposed = _unturned(value, done)
     if node.op != "aten.index.Tensor" or len(node.meta.shape) != 3:
         return None
     weight, indices = node.args
     ids, *others = indices
     if ids is None or any(i is not None for i in others) or not _are_few(done.meta(ids), done.meta(weight)):
         return None
-    return _Table(weight, ids, meta.dtype, transposed)
+    return _Table(weight, ids, done.meta(value).dtype, transposed)
+
+
+def _unturned(value: Value, done: Rewritten) -> tuple[Node, bool]:
+    """What made ``value`` (S, a, b) but for one cast and transposes of its last two dims, and whether they turn it."""
+    node, transposed, is_cast = done.producer(value), False, False
+    while True:
+        match node.op:
+            case "aten.transpose.int" if {d % 3 for d in node.args[1:]} == {1, 2}:
+                transposed = not transposed
+            case "aten._to_copy.default" if not is_cast:  # two may round twice
+                is_cast = True
+            case _:
+                return node, transposed
+        node = done.producer(node.args[0])
 
 
 def _are_few(ids: TensorMeta, weight: TensorMeta) -> bool:
@@ -140,11 +147,7 @@ def _weight_gradient(node: Node, done: Rewritten) -> Expansion | None:
         return None
     if zeros.op != "aten.full.default" or zeros.args[1] != 0 or not _are_few(done.meta(ids), node.meta):
         return None
-    product, transposed = done.producer(value), False
-    while product.op in ("aten._to_copy.default", "aten.transpose.int"):
-        if product.op == "aten.transpose.int":
-            transposed = not transposed
-        product = done.producer(product.args[0])
+    product, transposed = _unturned(value, done)
     if product.op != "aten.bmm.default" or done.meta(product.args[0]).shape[2] != 1:
         return None
     spell = Spelling(node)

@@ -116,3 +116,28 @@ def test_a_weight_that_autocast_narrows_is_narrowed_whole() -> None:
     (weight,) = (n for n in graph.nodes if n.op == WEIGHT)
     assert weight.meta.dtype == torch.bfloat16
     assert graph.meta(graph.gradients["weight"]).dtype == torch.float32
+
+
+def test_outer_products_in_another_order_are_no_gradient_of_a_weight() -> None:
+    """Rows and outer products change places: as many, but others."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(3, 3, 1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            made = torch.bmm(self.scale, x.unsqueeze(1)).transpose(0, 1)
+            return x.new_zeros(2, 3, 5).index_put((at,), made, accumulate=True)
+
+    x, at = torch.randn(3, 5, dtype=torch.float64), torch.tensor([1, 0, 1])
+    graph = assert_equals_eager(Turned(), (x, at), loss_fn=lambda y: y.square().sum())
+    assert "aten.index_put.default" in count(graph) and WEIGHT not in count(graph)
+
+
+def test_a_library_without_the_interface_is_traced_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.integrations.moe  # noqa: F401
+
+    monkeypatch.delattr("transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS")
+    graph = capture(nn.Linear(4, 2), torch.randn(3, 4), loss_fn=lambda y: y.square().sum())
+    assert "aten.mm.default" in count(graph)

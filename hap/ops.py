@@ -10,6 +10,7 @@ import torch
 from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.complex_numbers import fft_c2c, fft_c2r, fft_r2c, view_as_complex, view_as_real
+from hap.draws import rand, randint, randn
 from hap.dropout import dropout
 from hap.errors import ProgramError
 from hap.experts import expert_mm, expert_mm_weight
@@ -30,6 +31,9 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.dropout.default": dropout,
     "hap.expert_mm.default": expert_mm,
     "hap.expert_mm_weight.default": expert_mm_weight,
+    "hap.rand.default": rand,
+    "hap.randint.default": randint,
+    "hap.randn.default": randn,
     HOSTS_SUM: hosts_sum,
     "aten._fft_c2c.default": fft_c2c,
     "aten._fft_c2r.default": fft_c2r,

@@ -27,7 +27,8 @@ K = TypeVar("K")
 RADIUS = 4
 # (operator, argument): a serial number, or where something begins or ends, which costs nothing
 NUMBERED = frozenset(
-    {("hap.dropout.default", 3), (HOSTS_SUM, SITE), ("aten.select.int", 2)}
+    {("hap.dropout.default", 3), ("hap.rand.default", 2), ("hap.randn.default", 2), ("hap.randint.default", 4)}
+    | {(HOSTS_SUM, SITE), ("aten.select.int", 2)}
     | {("aten.slice.Tensor", argument) for argument in (2, 3)}
 )
 JOINING = frozenset({"aten.cat.default", "aten.stack.default"})  # whose inputs are alike but for their order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.zoo_models import hap_paper, language, ranking, science, vision
+from benchmarks.zoo_models import generative, hap_paper, language, ranking, science, vision
 from benchmarks.zoo_models.case import Case, Size, ZooModel
 
 __all__ = ["ZOO", "Case", "Size", "ZooModel", "find"]
@@ -10,6 +10,7 @@ __all__ = ["ZOO", "Case", "Size", "ZooModel", "find"]
 ZOO: tuple[ZooModel, ...] = (
     *language.MODELS,
     *vision.MODELS,
+    *generative.MODELS,
     *science.MODELS,
     *ranking.MODELS,
     *hap_paper.MODELS,

@@ -144,7 +144,7 @@ def _step(rank: int, name: str, plan: str) -> bytes:
         example_targets=case.targets,
         loss_fn=case.loss_fn,
     )
-    program.dropout_seed = SEED
+    program.random_seed = SEED
     batch, targets = program.shard_batch(case.inputs, case.targets)
     loss = _call(program, batch, targets)
     loss.backward()

@@ -1,21 +1,22 @@
 """One training step in one process by PyTorch itself, and how far another's results are from it.
 
-Dropout is PyTorch's own code with its random numbers replaced: where it would draw a mask, it gets the one that
-``hap.dropout`` gives this site of this seed, so the two runs drop the same elements and nothing else is shared.
+Random numbers are the one thing that it shares with HAP: where PyTorch would draw, it gets what ``hap.dropout`` and
+``hap.draws`` give this site of this seed. What is made of them is PyTorch's own code.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.zoo_models.case import Case
 from hap.capture.inputs import step_inputs
+from hap.draws import rand, randint, randn
 from hap.dropout import keep_mask
 
 ZERO = 1e-13  # of the model's largest gradient: what is smaller is zero in exact arithmetic, and rounding here
@@ -30,26 +31,74 @@ class Outcome:
     buffers: Mapping[str, torch.Tensor]
 
 
-class SameMasks(TorchDispatchMode):
-    """Draws of dropout masks become ``keep_mask`` of (seed, number of the draw)."""
+class SameDraws(TorchDispatchMode):
+    """What PyTorch draws becomes a function of (seed, number of the draw), as ``hap.dropout`` and ``hap.draws`` draw.
+
+    What it draws with ``bernoulli_(number)`` is a dropout's mask.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed, self.site = torch.tensor(seed), 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.bernoulli_.float:
-            return func(*args, **(kwargs or {}))
-        x, keep = args if len(args) == 2 else (*args, 0.5)
-        mask = keep_mask(x.shape, self.seed, 1 - keep, self.site)
+        drawn = func(*args, **(kwargs or {}))
+        if func not in _DRAWN:
+            return drawn
+        wanted = _DRAWN[func](_Site(self.seed, self.site, drawn), *args)
         self.site += 1
-        return x.copy_(mask)
+        return drawn.copy_(wanted)
+
+
+class _Site(NamedTuple):
+    """A draw: of what seed, its number, and a tensor like the one that is drawn."""
+
+    seed: torch.Tensor
+    number: int
+    like: torch.Tensor
+
+    def rand(self) -> torch.Tensor:
+        return rand(self.like.shape, self.seed, self.number, None, dtype=self.like.dtype)
+
+    def randn(self) -> torch.Tensor:
+        return randn(self.like.shape, self.seed, self.number, None, dtype=self.like.dtype)
+
+    def randint(self, low: int, high: int) -> torch.Tensor:
+        return randint(self.like.shape, low, high, self.seed, self.number, None, dtype=self.like.dtype)
+
+
+def _mask(site: _Site, x: torch.Tensor, keep: float = 0.5) -> torch.Tensor:
+    return keep_mask(x.shape, site.seed, 1 - keep, site.number)
+
+
+def _one_class(site: _Site, chances: torch.Tensor, count: int, replaced: bool = False) -> torch.Tensor:
+    assert count == 1, "of several classes the reference knows nothing"
+    times = -rand(chances.shape, site.seed, site.number, None, dtype=chances.dtype).log()
+    return (times / chances).argmin(-1, keepdim=True)
+
+
+_ATEN = torch.ops.aten
+_DRAWN: Mapping[Any, Callable[..., torch.Tensor]] = {
+    _ATEN.bernoulli_.float: _mask,
+    _ATEN.bernoulli.default: lambda site, p: site.rand() < p,
+    _ATEN.exponential_.default: lambda site, x, rate=1.0: -site.rand().log() / rate,
+    _ATEN.multinomial.default: _one_class,
+    _ATEN.normal_.default: lambda site, x, mean=0.0, deviation=1.0: site.randn() * deviation + mean,
+    _ATEN.normal.float_float: lambda site, mean, deviation, size: site.randn() * deviation + mean,
+    _ATEN.rand.default: lambda site, size: site.rand(),
+    _ATEN.rand_like.default: lambda site, like: site.rand(),
+    _ATEN.randint.default: lambda site, high, size: site.randint(0, high),
+    _ATEN.randint.low: lambda site, low, high, size: site.randint(low, high),
+    _ATEN.randn.default: lambda site, size: site.randn(),
+    _ATEN.randn_like.default: lambda site, like: site.randn(),
+    _ATEN.uniform_.default: lambda site, x, low=0.0, high=1.0: site.rand() * (high - low) + low,
+}
 
 
 def one_device(case: Case, seed: int) -> Outcome:
-    """The step on a copy of the case's model; the seed is dropout's."""
+    """The step on a copy of the case's model; the seed is that of its random numbers."""
     model, call = copy.deepcopy(case.model), step_inputs(case.inputs, case.targets)
-    with SameMasks(seed):
+    with SameDraws(seed):
         loss = case.loss_fn(model(*call.args, **call.kwargs), *call.targets)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -6,7 +6,7 @@ dies in the forward part after its last reader there. The rest is saved as befor
 collective made (nothing is sent twice), and the inputs of the calls that are repeated. A parameter that is gathered
 again for the backward pass is gathered sooner if a repeated call reads it, or for such calls alone.
 
-A program writes nothing in place and dropout draws by seed and position, so a repeated call gives the same numbers.
+A program writes nothing in place and random numbers go by seed and position, so a repeated call gives the same ones.
 Buffer updates are results of the forward part and stay there: a running statistic moves once.
 """
 

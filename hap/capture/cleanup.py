@@ -2,8 +2,8 @@
 
 They remove what tracing leaves behind (aliases, copies, views of views, additions of zero) and give each thing one
 spelling, so that later rooms meet few operators: views are ``aten.view.default`` with resolved shapes, slices have a
-start and an end inside the dim, attention is ``hap.attention.default``, dropout ``hap.dropout.default``, and a batch
-norm is written as sums over the batch.
+start and an end inside the dim, attention is ``hap.attention.default``, dropout ``hap.dropout.default``,
+random numbers are functions of a seed, and a batch norm is written as sums over the batch.
 
 A graph has no strides, so ``clone`` and ``contiguous`` say nothing; and no aliasing, so a view is a copy. Recomputation
 asked for by activation checkpointing is merged with the first computation: what to recompute is the planner's choice.
@@ -17,7 +17,7 @@ from typing import Any
 
 from hap.capture.attention import canonical_attention, causal_masks
 from hap.capture.batch_norm import spell_batch_norms
-from hap.capture.dropout import canonical_dropout
+from hap.capture.draws import canonical_draws
 from hap.capture.experts import canonical_experts
 from hap.capture.names import Names
 from hap.capture.rewrite import Rewritten, rewrite
@@ -289,7 +289,7 @@ PASSES: tuple[Pass, ...] = (
     compose_views,
     cancel_transposes,
     canonical_attention,
-    canonical_dropout,
+    canonical_draws,
     canonical_experts,
     spell_batch_norms,
     merge_equal,

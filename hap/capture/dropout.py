@@ -1,10 +1,7 @@
 """Dropout in one spelling: ``hap.dropout.default(x, seed, p, site, None)``, forward and backward.
 
-Dropout of whole channels, and of what keeps mean and variance, are products with a dropout of ones.
-
-The seed is an input of the step, ``SEED``, which whoever runs the graph gives: an int64 scalar, another one each step.
-Sites are numbered in program order. A dropout whose mask is read by anything but its own backward keeps its name, and
-rules refuse it.
+Dropout of whole channels, and of what keeps mean and variance, are products with a dropout of ones. A dropout whose
+mask is read by anything but its own backward keeps its name, and rules refuse it.
 """
 
 from __future__ import annotations
@@ -17,11 +14,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from hap.capture.rewrite import Rewritten, rewrite
-from hap.graph import Graph, Node, TensorMeta, Value
+from hap.graph import Graph, Node, Value
 
-SEED = "seed"  # the target of the input node; the user's inputs are args.*, kwargs.* and targets.*
-_FORWARD, _BACKWARD = "aten.native_dropout.default", "aten.native_dropout_backward.default"
+FORWARD, BACKWARD = "aten.native_dropout.default", "aten.native_dropout_backward.default"
 _OWN = "hap.dropout.default"
 
 
@@ -78,27 +73,14 @@ _KINDS: dict[Any, tuple[Callable[[torch.Tensor, float], torch.Tensor], int]] = {
 }
 
 
-def canonical_dropout(graph: Graph) -> Graph:
-    """Every dropout whose mask serves only its backward; adds the seed if there is one."""
-    mine = [n for n in graph.nodes if n.op == _FORWARD and n.args[2] and _is_private(graph, n)]
-    if not mine:
-        return graph
-    sites = {node.name: site for site, node in enumerate(mine)}
-    seed = Node("dropout_seed", "input", outputs=(TensorMeta((), torch.int64),), target=SEED)
-    first = next(i for i, n in enumerate(graph.nodes) if not n.is_source)
-    graph = replace(graph, nodes=(*graph.nodes[:first], seed, *graph.nodes[first:]))
-    probabilities = {node.name: float(node.args[1]) for node in mine}
-
-    def rule(node: Node, done: Rewritten) -> Node | None:
-        owner = node.name if node.op == _FORWARD else node.args[1].node if node.op == _BACKWARD else ""
-        if owner not in sites:
-            return None
-        args = (node.args[0], Value(seed.name), probabilities[owner], sites[owner], None)
-        return replace(node, op=_OWN, args=args, kwargs=(), outputs=node.outputs[:1])
-
-    return rewrite(graph, rule)
-
-
-def _is_private(graph: Graph, node: Node) -> bool:
+def is_private(graph: Graph, node: Node) -> bool:
+    """Whether this is a dropout whose mask serves only its backward."""
+    if node.op != FORWARD or not node.args[2]:
+        return False
     mask = Value(node.name, 1)
-    return all(user.op == _BACKWARD and at == 1 for user, at in graph.users.get(mask, ()))
+    return all(user.op == BACKWARD and at == 1 for user, at in graph.users.get(mask, ()))
+
+
+def spell_dropout(node: Node, p: float, seed: Value, site: int) -> Node:
+    """A dropout, or the backward of one, of probability ``p``."""
+    return replace(node, op=_OWN, args=(node.args[0], seed, p, site, None), kwargs=(), outputs=node.outputs[:1])

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hap.capture.dropout import SEED
 from hap.capture.inputs import input_paths
+from hap.capture.seed import SEED
 from hap.graph import Graph, Node, Value, map_values
 from hap.ops import resolve, takes_device
 
@@ -50,7 +50,7 @@ def source_values(
 ) -> dict[Value, torch.Tensor]:
     """The environment of one step of ``model`` on real inputs.
 
-    ``tangent`` is the loss's own gradient, ``seed`` the step's, from which dropout draws.
+    ``tangent`` is the loss's own gradient, ``seed`` the step's, from which random numbers are drawn.
     """
     state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     inputs = {SEED: torch.tensor(seed), **dict(input_paths(example_inputs, example_targets))}

@@ -8,6 +8,7 @@
 - ``TracingContext``: tells AOTAutograd which fake mode the arguments belong to.
 - ``_set_mkldnn_enabled``: keeps kernels of one kind of CPU out of the trace.
 - ``get_decompositions``: torch's decompositions, as Python functions.
+- ``Distribution._validate_args``: whether distributions check their arguments.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
 
 from hap.errors import CaptureError
 
@@ -98,6 +100,7 @@ def trace_joint(
         stack.enter_context(_export_flags())
         stack.enter_context(_quiet())
         stack.enter_context(_without_mkldnn())
+        stack.enter_context(_unchecked_distributions())
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(tracing(TracingContext(fakes.mode)))
@@ -133,6 +136,17 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """``torch.distributions`` looks at values to check its arguments, unless it is told not to."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager

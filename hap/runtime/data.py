@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from hap.capture.dropout import SEED
 from hap.capture.inputs import StepInputs, step_inputs
+from hap.capture.seed import SEED
 from hap.codegen.layout import Layout
 from hap.codegen.program import Program
 from hap.errors import ProgramError

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from hap.capture.dropout import SEED
 from hap.capture.inputs import StepInputs
+from hap.capture.seed import SEED
 from hap.codegen.layout import Layout
 from hap.codegen.passes.runner import Change
 from hap.codegen.program import Program

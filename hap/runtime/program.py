@@ -73,7 +73,7 @@ class HapProgram(nn.Module):
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._autocast = Autocast.here().dtype
-        self.dropout_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
+        self.random_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
         example = without_data(step_inputs(example_inputs, example_targets))
         first = Variant.of(program, example, self._shares, comm)
         self._variants = Variants(first, model.training, self._shares, comm, rebuild)
@@ -98,8 +98,8 @@ class HapProgram(nn.Module):
         """The seed as the program's input, if it draws; each such step takes the next one."""
         if variant.seed is None:
             return {}
-        found = torch.full((), self.dropout_seed, dtype=torch.int64, device=self._comm.device)  # no copy, so no sync
-        self.dropout_seed = (self.dropout_seed + 1) % _SEEDS
+        found = torch.full((), self.random_seed, dtype=torch.int64, device=self._comm.device)  # no copy, so no sync
+        self.random_seed = (self.random_seed + 1) % _SEEDS
         return {variant.seed: found}
 
     def set_pace(self, pace: Pace | None) -> None:
@@ -112,10 +112,11 @@ class HapProgram(nn.Module):
         On CPUs its sum over the ranks may still be under way: it is waited for when the loss is read, or at the end of
         ``backward()`` (``hap.runtime.late``).
         Arguments are those of the model's forward; ``targets`` those of the loss function. Under ``torch.no_grad()``
-        nothing is kept for a backward. Dropout draws from ``dropout_seed``, alike on every rank, which rises by one at
-        each step that draws (set it to resume a run). After ``eval()`` the step is the model's in evaluation, compiled
-        at its first call; so is every shape of batch that ``shard_batch`` or ``batch_sampler`` met. ProgramError: a
-        tensor that is not this rank's share, or parameters that were never given values.
+        nothing is kept for a backward. Random numbers, dropout's masks among them, are drawn from ``random_seed``,
+        alike on every rank, which rises by one at each step that draws (set it to resume a run). After ``eval()`` the
+        step is the model's in evaluation, compiled at its first call; so is every shape of batch that ``shard_batch``
+        or ``batch_sampler`` met. ProgramError: a tensor that is not this rank's share, or parameters that were never
+        given values.
         """
         if self._uninitialised:
             raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): load_state_dict first")

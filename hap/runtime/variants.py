@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from hap.capture.convert import OUTPUT
-from hap.capture.dropout import SEED
 from hap.capture.inputs import StepInputs, step_inputs
+from hap.capture.seed import SEED
 from hap.codegen.program import Program
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator

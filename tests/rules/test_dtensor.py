@@ -15,6 +15,7 @@ POOL = "by channels: the kernel of the backward dies of a piece without channels
 EXPLAINED = {
     "aten._adaptive_avg_pool2d.default": POOL,
     "aten.full_like.default": CONSTANT,
+    "aten.ones_like.default": CONSTANT,
     "aten.zeros_like.default": CONSTANT,
 }
 REFUTED = {

@@ -215,6 +215,11 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
         (ATTENTION, ATTENTION, ATTENTION, ATTENTION, meta(3, 1, 6, 6), ATTENTION, meta(3, 4, 6), False, 0.5),
     ),
 ]
+DRAWING = [
+    ("hap.rand.default", ((6, 4, 12), integers(), 3, None)),
+    ("hap.randn.default", ((12,), integers(), 3, None)),
+    ("hap.randint.default", ((6, 4), -2, 9, integers(), 3, None)),
+]
 ROUNDING = [("aten.div.Tensor_mode", (X, ROW)), ("aten.div.Scalar_mode", (X, 2.0))]
 
 
@@ -242,8 +247,15 @@ def test_every_row_of_a_rounding_division_holds(op, args):
     assert_proved(sample(op, args, rounding_mode="floor"))
 
 
+@pytest.mark.parametrize(("op", "args"), DRAWING)
+def test_every_dim_of_random_numbers_may_be_sharded(op, args):
+    drawn = sample(op, args, dtype=torch.float64)
+    assert_proved(drawn)
+    assert {row.outputs[0].dim for row in call_rows(drawn)} == set(range(len(args[0])))
+
+
 def test_every_rule_has_a_sample():
-    assert sorted({op for op, _ in CALLS + ROUNDING}) == sorted(BUILTIN)
+    assert sorted({op for op, _ in CALLS + DRAWING + ROUNDING}) == sorted(BUILTIN)
 
 
 def test_every_rule_is_of_an_operator_that_exists():

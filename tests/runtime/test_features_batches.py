@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hap
-from benchmarks.zoo_models.reference import SameMasks
+from benchmarks.zoo_models.reference import SameDraws
 from hap.capture import capture
 from hap.carry import carry_over
 from hap.errors import CaptureError, ProgramError
@@ -111,11 +111,11 @@ def accumulate_one(plan: Plan, language: bool) -> list[float]:
         model.zero_grad()
         for step, size in enumerate(micro_steps):
             x, y = data(10 + step, size)
-            seed = program.dropout_seed
+            seed = program.random_seed
             share, targets = program.shard_batch((x,), y)
             loss = program(*share, targets=targets) / len(micro_steps)
             loss.backward()
-            with SameMasks(seed):
+            with SameDraws(seed):
                 expected = loss_fn(model(x), y) / len(micro_steps)
             expected.backward()
             found.append(apart(loss.detach(), expected.detach()))
@@ -145,12 +145,12 @@ def train_an_epoch(rank: int, plan: Plan) -> tuple[list[int], float]:
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
     model = net()
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    program.dropout_seed, rows = 0, []
+    program.random_seed, rows = 0, []
     whole = list(ShareSampler(19, 8, None, 0, shuffle=True, seed=4, last=(3, None)))
     for seed, (share, indices) in enumerate(zip(loader, whole, strict=True)):
         rows.append(len(share[0]))
         program(share[0], targets=share[1]).backward()
-        with SameMasks(seed):
+        with SameDraws(seed):
             nn.functional.cross_entropy(model(x[indices]), y[indices]).backward()
         for one in (optimizer, theirs):
             one.step()
@@ -185,13 +185,13 @@ def evaluate_one(plan: Plan) -> list[float]:
         program.zero_grad(), model.zero_grad()
         x, y = batch(turn, size)
         share, targets = program.shard_batch((x,), y)
-        seed = program.dropout_seed
-        with torch.set_grad_enabled(training), SameMasks(seed):
+        seed = program.random_seed
+        with torch.set_grad_enabled(training), SameDraws(seed):
             expected = loss_fn(model(x), y)
         with torch.set_grad_enabled(training):
             loss = program(*share, targets=targets)
         found.append(apart(loss.detach(), expected.detach()))
-        assert program.dropout_seed == seed + training, "evaluation draws nothing"
+        assert program.random_seed == seed + training, "evaluation draws nothing"
         if training:
             loss.backward(), expected.backward()
             found.append(worst_gradient(program, model))

@@ -1,4 +1,4 @@
-"""What users' models bring along: activation checkpointing, several outputs, ``torch.compile``, dropout's masks."""
+"""What users' models bring along: activation checkpointing, several outputs, ``torch.compile``, random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hap
-from benchmarks.zoo_models.reference import SameMasks
+from benchmarks.zoo_models.reference import SameDraws
 from hap.capture import capture
 from hap.dropout import keep_mask
 from hap.errors import CaptureError
@@ -88,7 +88,7 @@ def train_with_outputs(rank: int, made: dict[str, Plan]) -> dict[str, list[float
         for training, size in ((True, 8), (False, 5)):
             program.train(training), model.train(training)
             whole = batch(1, size)
-            with SameMasks(program.dropout_seed):
+            with SameDraws(program.random_seed):
                 expected = model(**whole)
             loss = program(**program.shard_batch(whole))
             assert program.outputs.keys() == set(OUTPUTS) and not program.outputs["logits"].requires_grad
@@ -97,7 +97,7 @@ def train_with_outputs(rank: int, made: dict[str, Plan]) -> dict[str, list[float
             errors += [apart(program.outputs["between.1"], expected["between"][1].detach())]
         model.zero_grad()
         program.train(), model.train()
-        with SameMasks(program.dropout_seed):
+        with SameDraws(program.random_seed):
             model(**batch(2))["loss"].backward()
         program(**program.shard_batch(batch(2))).backward()
         gradients = program.full_gradients()
@@ -170,7 +170,7 @@ def compile_it(rank: int, plan: Plan, backend: str) -> float:
     errors = []
     for _ in range(2):
         program.zero_grad(), model.zero_grad()
-        with SameMasks(program.dropout_seed):
+        with SameDraws(program.random_seed):
             expected = model(**batch(1))["loss"]
         expected.backward()
         loss = fast(**share)
@@ -206,7 +206,7 @@ class Drops(nn.Module):
 def drop(rank: int, plan: Plan, x: torch.Tensor) -> tuple[float, list[list[bool]]]:
     """(the loss, which elements of this rank's rows were kept)."""
     program = hap.compile(Drops(), plan=plan, example_inputs=x, outputs=())
-    program.dropout_seed = 9
+    program.random_seed = 9
     share = program.shard_batch(x)
     start = (0, 3, 6)[rank]
     kept = keep_mask(share.shape, torch.tensor(9), 0.5, 0, (0, 1, len(x), 1, start))
@@ -218,9 +218,49 @@ def test_masks_are_bit_equal_to_one_device_and_differ_from_rank_to_rank() -> Non
     found = choices(capture(Drops(), x))
     plan = make_plan(found, greedy_strategies(found, {"args.0": (0, BATCH)}), sizes_for(found, (3, 3, 2)))
     ranks = run_ranks(3, drop, plan, x)
-    with SameMasks(9):
+    with SameDraws(9):
         expected = Drops()(x).item()
     assert [loss for loss, _ in ranks] == [expected] * 3
     whole = keep_mask(x.shape, torch.tensor(9), 0.5, 0)
     assert [row for _, rows in ranks for row in rows] == whole.tolist()
     assert ranks[0][1] != ranks[1][1], "a mask goes by the place in the batch"
+
+
+class Noisy(nn.Module):
+    """Noise and a place of each row in a table, both drawn in the step, and noise that has no batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(5, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.randint(0, 5, (len(x),), device=x.device)
+        noisy = self.linear(x + self.table(rows) * torch.rand_like(x)) + torch.randn(6, dtype=x.dtype, device=x.device)
+        return torch.distributions.Normal(noisy, 1.0).rsample().square().mean()
+
+
+def noisy() -> Noisy:
+    torch.manual_seed(0)
+    return Noisy().double()
+
+
+def draw(rank: int, plan: Plan, x: torch.Tensor) -> float:
+    """The worst error of two steps' losses and of their gradients' sum."""
+    program, expected = hap.compile(noisy(), plan=plan, example_inputs=x), noisy()
+    errors = []
+    for _ in range(2):
+        with SameDraws(program.random_seed):
+            loss = expected(x)
+        found = program(program.shard_batch(x))
+        found.backward()
+        loss.backward()
+        errors.append(apart(found.detach(), loss.detach()))
+    gradients = program.full_gradients()
+    return max(errors + [apart(gradients[n], p.grad) for n, p in expected.named_parameters()])
+
+
+def test_random_numbers_of_real_ranks_are_those_of_one_device() -> None:
+    x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    found = choices(capture(noisy(), x))
+    plan = make_plan(found, greedy_strategies(found, {"args.0": (0, BATCH)}), sizes_for(found, (5, 0, 3)))
+    assert max(run_ranks(3, draw, plan, x)) < TOLERANCE

@@ -47,8 +47,9 @@ def zoo_step(rank: int, name: str, text: str) -> tuple[Any, Any, Any]:
     plan = parse_plan(text)
     given = {"example_inputs": case.inputs, "example_targets": case.targets, "loss_fn": case.loss_fn}
     program = hap.compile(case.model, plan=plan, **given)  # type: ignore[arg-type]
-    program.dropout_seed = SEED
-    batch, targets = program.shard_batch(case.inputs, case.targets)
+    program.random_seed = SEED
+    dealt = program.shard_batch(case.inputs, case.targets)
+    batch, targets = (dealt, None) if case.targets is None else dealt
     loss = program(**batch, targets=targets) if isinstance(batch, dict) else program(batch, targets=targets)
     loss.backward()
     stored = program.state_dict()
@@ -65,6 +66,7 @@ def zoo_step(rank: int, name: str, text: str) -> tuple[Any, Any, Any]:
         ("hap_bert_moe", (2, 2), (3, 5), 2),
         ("resnet50", (3, 1), (6, 2), 3),
         ("lstm", (1, 1, 2), (2, 2, 3), 4),
+        ("ddpm", (2, 1), (4, 3), 5),
     ],
 )
 def test_loss_gradients_and_buffers_are_one_devices(name, ranks, batches, seed):

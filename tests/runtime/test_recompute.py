@@ -12,7 +12,7 @@ from torch.nn import functional
 import hap
 from benchmarks.accuracy_rank import PLAIN
 from benchmarks.allocations import Allocations
-from benchmarks.zoo_models.reference import SameMasks
+from benchmarks.zoo_models.reference import SameDraws
 from hap.capture import capture
 from hap.conversion import find_needs
 from hap.cost_models.memory import memory_use
@@ -141,7 +141,7 @@ def train_with_dropout(rank: int, plan: Plan) -> list[float]:
     errors: list[float] = []
     for step, size in enumerate((8, 8, 5)):
         model.zero_grad(), program.zero_grad()
-        with SameMasks(program.dropout_seed):
+        with SameDraws(program.random_seed):
             model(**batch(step, size))["loss"].backward()
         program(**program.shard_batch(batch(step, size))).backward()
         gradients = program.full_gradients()

@@ -12,7 +12,7 @@ from torch.nn import functional
 import hap
 from benchmarks.zoo_models.reference import one_device
 from hap.capture import capture, interpret, source_values
-from hap.capture.dropout import SEED as SEED_TARGET
+from hap.capture.seed import SEED as SEED_TARGET
 from hap.codegen.lowering import lower
 from hap.codegen.source import to_python
 from hap.dropout import dropout, keep_mask
@@ -195,16 +195,16 @@ def test_a_program_takes_the_next_seed_each_step_and_drops_nothing_in_evaluation
         example_targets=found.targets,
         loss_fn=found.loss_fn,
     )
-    program.dropout_seed = 5
+    program.random_seed = 5
     losses = [program(found.inputs, targets=found.targets).item() for _ in range(2)]
-    assert losses[0] != losses[1] and program.dropout_seed == 7
+    assert losses[0] != losses[1] and program.random_seed == 7
     assert losses[0] == pytest.approx(one_device(found, 5).loss.item(), rel=1e-14)
-    program.dropout_seed = 5
+    program.random_seed = 5
     assert program(found.inputs, targets=found.targets).item() == losses[0]
     program.eval()
     whole = found.loss_fn(copy.deepcopy(found.model).eval()(found.inputs), found.targets).item()
     assert program(found.inputs, targets=found.targets).item() == pytest.approx(whole, rel=1e-14)
-    assert program.dropout_seed == 6
+    assert program.random_seed == 6
 
 
 def test_the_emitted_file_says_where_a_piece_begins():

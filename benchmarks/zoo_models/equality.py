@@ -145,7 +145,8 @@ def _step(rank: int, name: str, plan: str) -> bytes:
         loss_fn=case.loss_fn,
     )
     program.random_seed = SEED
-    batch, targets = program.shard_batch(case.inputs, case.targets)
+    dealt = program.shard_batch(case.inputs, case.targets)
+    batch, targets = (dealt, None) if case.targets is None else dealt
     loss = _call(program, batch, targets)
     loss.backward()
     stored = program.state_dict()

@@ -22,6 +22,7 @@ from hap.graph import Graph
 from hap.mesh_plan import MeshPlan
 from hap.placement import Shard
 from hap.plan import Strategy
+from hap.runtime.collectives import Communicator
 from hap.runtime.data import Feed, ShareSampler, Signature
 from hap.runtime.hosts import HostCommunicator
 from hap.runtime.program import HapProgram
@@ -103,6 +104,15 @@ class MeshProgram(HapProgram):
         return HostSampler(
             dataset_len, size, to_ranks, self._comm.rank, shuffle=shuffle, seed=seed, to_hosts=to_hosts, host=self._host
         )
+
+    @property
+    def _everyone(self) -> Communicator:
+        assert isinstance(self._comm, HostCommunicator)
+        return self._comm.everyone
+
+    @property
+    def _writes(self) -> bool:
+        return self._host == 0
 
     def python_source(self) -> str:
         """The program of this host's ranks, to be read: it does not run alone."""

@@ -12,6 +12,7 @@ says "collective" must be called on every rank.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from hap.codegen.program import Program
 from hap.codegen.source import to_python
 from hap.errors import ProgramError
 from hap.plan import Plan
+from hap.runtime import checkpoint
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, in_form
@@ -228,6 +230,52 @@ class HapProgram(nn.Module):
                 copy_share(slot, self._shares[slot.name], given[slot.name], self._comm.rank)
         self._uninitialised = tuple(name for name in self._uninitialised if name not in given)
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], *optimizers: torch.optim.Optimizer, extra: Any = None
+    ) -> None:
+        """Parameters, buffers, what the optimizers keep, their options and ``random_seed``, into a directory that has
+        no checkpoint yet and that all ranks see. Collective.
+
+        Every rank writes what it holds (``torch.distributed.checkpoint``), nothing is gathered. ``extra`` is what else
+        a run needs, such as ``{"step": 100, "scheduler": scheduler.state_dict()}``: plain containers, numbers, strings
+        and tensors, alike on all ranks. ProgramError for parameters without values, and for an optimizer that keeps
+        other things of a parameter in shards than numbers and tensors of its shape.
+        """
+        if self._uninitialised:
+            raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): nothing can be saved")
+        rest = {"random_seed": self.random_seed, "extra": extra}
+        checkpoint.save(directory, self._held(), optimizers, rest, self._everyone, writes=self._writes)
+
+    def load_checkpoint(self, directory: str | os.PathLike[str], *optimizers: torch.optim.Optimizer) -> Any:
+        """Go on from a checkpoint, of this plan or any other plan of the model on any number of ranks; its ``extra``.
+        Collective.
+
+        Every rank reads what it holds. Give the optimizers, over the same groups of parameters, that it was saved
+        with; none to load the model alone. ProgramError, with nothing overwritten, if it does not fit.
+        """
+        rest = checkpoint.load(directory, self._held(), optimizers, self._everyone)
+        self.random_seed, self._uninitialised = rest["random_seed"], ()
+        return rest["extra"]
+
+    @property
+    def _everyone(self) -> Communicator:
+        """Of all ranks of the job."""
+        return self._comm
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this rank holds a part of what a checkpoint consists of, and not a copy."""
+        return True
+
+    def _held(self) -> dict[str, checkpoint.Held]:
+        found = {}
+        for slot in self._tensors.slots:
+            if slot.persistent:
+                share = self._shares[slot.name]
+                piece = checkpoint.Piece(share.detach(), slot.shape, slot.layout, self._comm.rank)
+                found[slot.name] = checkpoint.Held(piece, share if isinstance(share, nn.Parameter) else None)
+        return found
 
     def print_readable(self) -> str:
         """This rank's FX programs, forward and backward, printed and returned."""

@@ -3,9 +3,10 @@
     python benchmarks/gpu_check.py            # a verdict per item, and gpu_check.json in benchmarks/results
     python benchmarks/gpu_check.py --cpu      # rehearsal: the same code on Gloo and tiny sizes, no limits on timings
 
-    one-rank       a training step through a one-rank NCCL group equals plain PyTorch, float64, 1e-10
+    one-rank       training on a one-rank NCCL group, stopped and gone on with, equals plain PyTorch, float64, 1e-10
     collectives    every collective in every decomposition, unequal and zero shares, equals the plain result exactly
     ranks          data parallel, ZeRO and tensor parallel with unequal shares equal one device (2 GPUs or more)
+    random         random numbers and dropout's masks on the GPU are those on the CPU
     overhead       forward and backward of the emitted program beside eager's, GPT-2 medium, bfloat16: at most 2% more
     compiled       the same beside torch.compile (no limit: the figure is printed)
     no-sync        no operation of a step makes the host wait for the GPU (torch.cuda.set_sync_debug_mode)
@@ -114,6 +115,13 @@ def check_ranks(setting: Setting) -> Item:
     words = ", ".join(f"{name} {difference:.1e}" for name, difference in worst.items())
     good = all(difference <= ranks.EXACT for difference in worst.values())
     return Item("ranks", "pass" if good else "FAIL", f"{world_size} ranks: {words}", worst)
+
+
+def check_random(setting: Setting) -> Item:
+    found = ranks.random_numbers(setting.device)
+    good = all(difference <= (1e-12 if name == "randn" else 0.0) for name, difference in found.items())
+    words = ", ".join(f"{name} {difference:.1e}" for name, difference in found.items())
+    return Item("random", "pass" if good else "FAIL", f"largest difference from the CPU's: {words}", found)
 
 
 # ------------------------------------------------------------------------------------------------ time
@@ -303,6 +311,7 @@ CHECKS: dict[str, Callable[[Setting], Item | list[Item]]] = {
     "one-rank": check_one_rank,
     "collectives": check_collectives,
     "ranks": check_ranks,
+    "random": check_random,
     "overhead": check_overhead,
     "no-sync": check_no_sync,
     "curves": check_curves,

@@ -21,6 +21,8 @@ import hap
 from hap.cluster import ClusterSpec
 from hap.codegen.layout import Layout
 from hap.codegen.program import DECOMPOSITIONS
+from hap.draws import rand, randint, randn
+from hap.dropout import keep_mask
 from hap.runtime.collectives import Communicator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
@@ -156,7 +158,7 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def train_like_one_device(device: torch.device, plans: dict[str, dict[str, str]]) -> dict[str, float]:
     """For every plan (name -> pins) the largest relative difference from plain PyTorch on one device: losses and
-    gradients of ``STEPS`` steps of AdamW with clipping, and the parameters after them."""
+    gradients of ``STEPS`` steps of AdamW with clipping, a checkpoint after the first, and the parameters after them."""
     comm = Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, device)
     ratios = tuple(float(comm.world_size - r) for r in range(comm.world_size))
     cluster = unequal_cluster(comm.world_size, "nccl" if device.type == "cuda" else "gloo")
@@ -197,8 +199,48 @@ def _difference(program: Any, device: torch.device) -> float:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if step == 0:
+            ours = _resumed(program, ours)
     state = program.state_dict()
     return max(worst, *(relative(state[n], p) for n, p in model.state_dict().items()))
+
+
+def _resumed(program: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Saved, forgotten and loaded again: the optimizer to go on with."""
+    comm = Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, program.device)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = comm.from_rank_zero(folder)
+        program.save_checkpoint(directory, optimizer, extra={"step": 1})
+        with torch.no_grad():
+            for parameter in program.parameters():
+                parameter.fill_(float("nan"))
+        again = torch.optim.AdamW(program.parameters(), lr=1.0)
+        extra = program.load_checkpoint(directory, again)
+        assert extra == {"step": 1}, extra
+        comm.gather_objects(None)  # until all have read it
+    return again
+
+
+def random_numbers(device: torch.device) -> dict[str, float]:
+    """The largest difference of random numbers on this device from the CPU's, whole and in a piece; 0 but for normal
+    ones, which pass through a function of the device's."""
+    worst = {}
+    for name, draw in {"rand": rand, "randn": randn, "randint": _integers, "mask": _mask}.items():
+        differences = []
+        for size, place in (((64, 1000), None), ((20, 1000), (0, 1, 64, 1, 40))):
+            found = draw(size, torch.tensor(7, device=device), 3, place, dtype=torch.float64)
+            expected = draw(size, torch.tensor(7), 3, place, dtype=torch.float64)
+            differences.append(float((found.cpu() - expected).abs().max()))
+        worst[name] = max(differences)
+    return worst
+
+
+def _integers(size: Any, seed: torch.Tensor, site: int, place: Any, *, dtype: torch.dtype) -> torch.Tensor:
+    return randint(size, -5, 10**6, seed, site, place, dtype=dtype)
+
+
+def _mask(size: Any, seed: torch.Tensor, site: int, place: Any, *, dtype: torch.dtype) -> torch.Tensor:
+    return keep_mask(size, seed, 0.3, site, place).to(dtype)
 
 
 def relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar, cast
 
 import torch
@@ -115,7 +117,9 @@ def save(
             raise ProgramError(f"{directory} holds a checkpoint already: save each into a directory of its own")
         pieces, numbers = _kept(held, optimizers)
         groups = [_group(held, group) for optimizer in optimizers for group in optimizer.param_groups]
-        return pieces, {**rest, "format": _FORMAT, "groups": groups, "numbers": numbers}
+        everything = {**rest, "format": _FORMAT, "groups": groups, "numbers": numbers}
+        _check_plain(everything)
+        return pieces, everything
 
     pieces, everything = _on_all(comm, gathered)
     planner = _Save(pieces if writes else {}, everything)
@@ -161,16 +165,32 @@ def load(
 
 
 def _on_all(comm: Communicator, make: Callable[[], T]) -> T:
-    """What ``make`` gives. A ProgramError of one rank is one of all: else the others would wait for it."""
-    found, failed = None, ""
+    """What ``make`` gives. What fails on one rank fails on all: else the others would wait for it."""
+    found, cause, failed = None, None, ""
     try:
         found = make()
-    except ProgramError as e:
-        failed = str(e)
+    except Exception as e:
+        cause, failed = e, str(e) if isinstance(e, ProgramError) else f"{type(e).__name__}: {e}"
     first = next((message for message in comm.gather_objects(failed) if message), "")
     if first:
-        raise ProgramError(first)
+        raise ProgramError(first) from cause
     return cast(T, found)
+
+
+def _check_plain(rest: Rest) -> None:
+    """That what is written can be read again without running code that comes with it."""
+    file = BytesIO()
+    torch.save(rest, file)
+    file.seek(0)
+    try:
+        torch.load(file, weights_only=True)
+    except UnpicklingError as e:
+        found = re.search(r"GLOBAL (\S+)", str(e))
+        what = found.group(1) if found else "something"
+        raise ProgramError(
+            f"extra, or an optimizer's options, hold {what}: only plain containers, numbers, strings and tensors can be "
+            "saved"
+        ) from None
 
 
 def _read(directory: str | os.PathLike[str], planner: _Load, comm: Communicator) -> None:

@@ -343,6 +343,18 @@ def test_two_optimizers_and_a_model_alone(tmp_path):
         assert state.keys() == expected.keys() and all(torch.equal(state[k], expected[k]) for k in expected)
 
 
+def test_schedules_may_be_saved_and_code_may_not(tmp_path):
+    program = other()
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
+    program.save_checkpoint(tmp_path / "a", optimizer, extra=[schedule.state_dict(), torch.get_rng_state()])
+    found, _ = program.load_checkpoint(tmp_path / "a", optimizer)
+    assert found == schedule.state_dict()
+    with pytest.raises(ProgramError, match=r"hold pathlib\S*: only plain containers"):
+        program.save_checkpoint(tmp_path / "b", extra={"data": Path("here")})
+    assert not (tmp_path / "b").exists()
+
+
 def test_parameters_on_meta_are_loaded(tmp_path):
     program = other()
     program.save_checkpoint(tmp_path)

@@ -188,8 +188,8 @@ def _check_plain(rest: Rest) -> None:
         found = re.search(r"GLOBAL (\S+)", str(e))
         what = found.group(1) if found else "something"
         raise ProgramError(
-            f"extra, or an optimizer's options, hold {what}: only plain containers, numbers, strings and tensors can be "
-            "saved"
+            f"extra, or an optimizer's options, hold {what}: only plain containers, numbers, strings and tensors "
+            "can be saved"
         ) from None
 
 

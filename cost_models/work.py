@@ -48,7 +48,12 @@ _MATMULS = {  # name -> position of the left factor among the tensor arguments
 _LOOKUPS = _names("embedding gather index index_select take")
 _INDEXING = _LOOKUPS | _names(
     "embedding_dense_backward index_put index_add scatter scatter_add scatter_reduce select_backward slice_backward "
-    "select_scatter slice_scatter index_copy masked_scatter sort topk one_hot roll flip cat stack constant_pad_nd"
+    "select_scatter slice_scatter index_copy masked_scatter sort topk one_hot roll flip cat stack constant_pad_nd "
+    "kthvalue median mode bucketize searchsorted index_reduce diagonal_scatter max_unpool2d max_unpool3d "
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d "
+    "reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward "
+    "replication_pad2d_backward replication_pad3d_backward grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d "
+    "grid_sampler_3d_backward"
 )
 _REDUCTIONS = _names(
     "sum mean amax amin max min argmax argmin prod any all std var var_mean norm linalg_vector_norm logsumexp cumsum "
@@ -56,7 +61,10 @@ _REDUCTIONS = _names(
     "native_layer_norm_backward _fused_rms_norm _fused_rms_norm_backward native_batch_norm native_batch_norm_backward "
     "_native_batch_norm_legit_functional batch_norm_backward native_group_norm native_group_norm_backward "
     "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d "
-    "_adaptive_avg_pool2d_backward count_nonzero"
+    "_adaptive_avg_pool2d_backward count_nonzero max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d "
+    "avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool3d "
+    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d fractional_max_pool2d_backward "
+    "fractional_max_pool3d fractional_max_pool3d_backward cummax cummin logcumsumexp"
 )
 # Operations per element, assumed: transcendental functions as polynomials of about ten terms, norms and softmaxes as
 # passes over their input. They matter little: such operators are limited by memory bandwidth.

@@ -40,6 +40,15 @@ _TORCHS = (  # losses with a mean inside, their backwards, and what the losses c
     aten._prelu_kernel,
     aten._prelu_kernel_backward,
     aten.index_add,
+    aten.pixel_shuffle,
+    aten.pixel_unshuffle,
+    aten.channel_shuffle,
+    aten.rot90,
+    aten.block_diag,
+    aten.affine_grid_generator,
+    aten.linalg_cross,
+    aten.renorm,
+    aten.hann_window,
 )
 
 
@@ -60,6 +69,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     table[aten.index_fill.int_Tensor] = _index_fill
     table[aten._trilinear.default] = _trilinear
     table[aten._weight_norm_interface_backward.default] = _weight_norm_backward
+    table[aten.copy.default] = _copy
     table[aten.empty.memory_format] = _empty
     table[aten.empty_like.default] = _empty_like
     table[aten.new_empty.default] = _new_empty
@@ -167,6 +177,10 @@ def _weight_norm_backward(
     norms = norms.to(g.dtype)
     along = torch.sum(grad * v, others, keepdim=True)
     return (g / norms) * (grad - v * (along / (norms * norms))), along / norms
+
+
+def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return source.to(x.dtype).expand(x.shape)
 
 
 def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **layout: Any) -> torch.Tensor:

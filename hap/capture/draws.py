@@ -7,6 +7,7 @@
     bernoulli                            rand < p
     exponential                          log(rand) / -lambd
     randperm                             the order of random whole numbers, sorted
+    rrelu                                x times rand between the slopes, where x is negative
     multinomial                          the classes where p / exponential is largest
 
 The last as in PyTorch: of independent exponential numbers divided by p, class i's is the least with a chance of
@@ -48,7 +49,8 @@ def canonical_draws(graph: Graph) -> Graph:
         if owner not in sites:
             return None
         draws = _Draws(node, done, seed, sites[owner])
-        return Expansion(draws.nodes, (_SPELLINGS[node.op](draws),))
+        found = _SPELLINGS[node.op](draws)
+        return Expansion(draws.nodes, (found,) if isinstance(found, Value) else found)
 
     return rewrite(graph, rule)
 
@@ -145,6 +147,17 @@ def _randperm(draws: _Draws) -> Value:
     return _after_first(draws, "aten.sort.default", (keys, 0, False), draws.out, draws.out)
 
 
+def _rrelu(draws: _Draws) -> tuple[Value, Value]:
+    """``(x, noise, lower, upper)``: the output, and the slopes."""
+    x, lower, upper = draws.argument(0), float(draws.argument(2, 1 / 8)), float(draws.argument(3, 1 / 3))
+    slopes = draws.moved(draws.drawn("rand", draws.out), upper - lower, lower)
+    dtype = draws.out.dtype
+    one = draws.call("aten.full.default", ((), 1.0), TensorMeta((), dtype), kwargs=(("dtype", dtype),))
+    negative = draws.call("aten.le.Scalar", (x, 0), TensorMeta(draws.out.shape, torch.bool))
+    slope = draws.call("aten.where.self", (negative, slopes, one), draws.out)
+    return draws.call("aten.mul.Tensor", (x, slope), draws.out), slope
+
+
 def _multinomial(draws: _Draws) -> Value:
     """``(p, count, replacement)`` with p (..., classes)."""
     chances, count, replaced = draws.argument(0), draws.argument(1), draws.argument(2, False)
@@ -165,7 +178,7 @@ def _after_first(draws: _Draws, op: str, args: tuple[Any, ...], *outputs: Tensor
     return Value(draws.call(op, args, *outputs).node, 1)
 
 
-_SPELLINGS: Mapping[str, Callable[[_Draws], Value]] = {
+_SPELLINGS: Mapping[str, Callable[[_Draws], Value | tuple[Value, Value]]] = {
     "aten.rand.default": _rand,
     "aten.rand_like.default": _rand,
     "aten.uniform.default": _uniform,
@@ -186,4 +199,5 @@ _SPELLINGS: Mapping[str, Callable[[_Draws], Value]] = {
     "aten.exponential.default": _exponential,
     "aten.randperm.default": _randperm,
     "aten.multinomial.default": _multinomial,
+    "aten.rrelu_with_noise_functional.default": _rrelu,
 }

@@ -21,6 +21,7 @@ from torch import nn
 from hap.capture.dropout import ByDropout
 from hap.capture.inputs import StepInputs
 from hap.capture.recurrent import LayerByLayer
+from hap.capture.respell import Respelled
 from hap.errors import CaptureError
 
 MODULE_KEY = "hap_module"  # under node.meta["custom"]
@@ -57,12 +58,12 @@ class Step(nn.Module):
         state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state.update(buffers)
-        with LayerByLayer(), ByDropout():
+        with LayerByLayer(), ByDropout(), Respelled():
             output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
-        for name, buffer in buffers.items():
-            _write_back(name, buffer, state[name])
-        found = [find_output(output, name).detach().clone() for name in self.outputs]
-        return find_loss(output, loss_fn, call.targets), *found
+            for name, buffer in buffers.items():
+                _write_back(name, buffer, state[name])
+            found = [find_output(output, name).detach().clone() for name in self.outputs]
+            return find_loss(output, loss_fn, call.targets), *found
 
     def failed_module(self, error: Exception) -> str:
         """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""

@@ -1,8 +1,7 @@
-"""Rules of convolutions, pooling and the normalisations of images, on (N, C, spatial...).
+"""Rules of convolutions and the normalisations of images, on (N, C, spatial...).
 
 The batch may be sharded; the spatial dims stay whole, since a window reaches over their cuts. The channels of a
-convolution and a max pool stay whole because a share may be zero and their kernels refuse, or die of, a tensor without
-channels.
+convolution stay whole because a share may be zero and its kernels refuse a tensor without channels.
 """
 
 from __future__ import annotations
@@ -40,29 +39,6 @@ def group_norm_backward(call: Call) -> Iterator[Row]:
     yield from partial_rows(call, ("P" + "R" * (len(call.inputs) - 1),))
 
 
-def pool(*, linear: bool) -> Rule:
-    """Windows over the last two dims. ``linear``: in the first argument, as an average and every backward are."""
-
-    def rule(call: Call) -> Iterator[Row]:
-        if len(call.inputs[0].shape) == 4:
-            yield Row(tuple(Dim(_BATCH) for _ in call.inputs), tuple(Dim(_BATCH) for _ in call.outputs))
-        if linear:
-            yield from partial_rows(call, ("P" + "R" * (len(call.inputs) - 1),))
-
-    return rule
-
-
-def columns(batched: int) -> Rule:
-    """``im2col`` (``F.unfold``) and ``col2im`` (``F.fold``), whose argument has ``batched`` dims with a batch."""
-
-    def rule(call: Call) -> Iterator[Row]:
-        if len(call.inputs[0].shape) == batched:
-            yield Row((Dim(_BATCH),), (Dim(_BATCH),))
-        yield from partial_rows(call, ("P",))
-
-    return rule
-
-
 def _gradients(call: Call) -> tuple[Slot | None, ...]:
     """The slots of (dx, dweight, dbias) when the batch is sharded, None where the call does not compute one."""
     slots: tuple[Slot, ...] = (Dim(_BATCH), "P", "P")
@@ -74,12 +50,4 @@ RULES: Mapping[str, Rule] = {
     "aten.convolution_backward.default": convolution_backward,
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
-    "aten.max_pool2d_with_indices.default": pool(linear=False),
-    "aten.max_pool2d_with_indices_backward.default": pool(linear=True),
-    "aten.avg_pool2d.default": pool(linear=True),
-    "aten.avg_pool2d_backward.default": pool(linear=True),
-    "aten._adaptive_avg_pool2d.default": pool(linear=True),
-    "aten._adaptive_avg_pool2d_backward.default": pool(linear=True),
-    "aten.im2col.default": columns(4),
-    "aten.col2im.default": columns(3),
 }

@@ -120,6 +120,33 @@ def index_select(call: Call) -> Iterator[Row]:
     yield from partial_rows(call, ("PR",))
 
 
+def scatter_reduce(call: Call) -> Iterator[Row]:
+    """``scatter_reduce(x, dim, index, src, reduce)``: dims other than ``dim`` in which all agree."""
+    yield from scatter(False)(call)
+
+
+def index_reduce(call: Call) -> Iterator[Row]:
+    """``index_reduce(x, dim, index (k,), src, reduce)``: dims other than ``dim``."""
+    indexed = call.dim_argument(1, len(call.output.shape))
+    for dim in range(len(call.output.shape)):
+        if dim != indexed:
+            yield Row((Dim(dim), "R", Dim(dim)), (Dim(dim),))
+
+
+def bucketize(call: Call) -> Iterator[Row]:
+    """``bucketize(x, boundaries (k,))``."""
+    for dim in range(len(call.output.shape)):
+        yield Row((Dim(dim), "R"), (Dim(dim),))
+
+
+def searchsorted(call: Call) -> Iterator[Row]:
+    """``searchsorted(sorted (..., k), values (..., m))``: dims of the values, and of both but the last."""
+    boundaries, values = call.inputs[0].shape, call.inputs[1].shape
+    for dim in range(len(values)):
+        alone = len(boundaries) == 1 or dim == len(values) - 1
+        yield Row(("R" if alone else Dim(dim), Dim(dim)), (Dim(dim),))
+
+
 RULES: Mapping[str, Rule] = {
     "aten.embedding.default": embedding,
     "aten.embedding_dense_backward.default": embedding_backward,
@@ -127,6 +154,10 @@ RULES: Mapping[str, Rule] = {
     "aten.scatter.value": scatter(False),
     "aten.scatter.src": scatter(False),
     "aten.scatter_add.default": scatter(True),
+    "aten.scatter_reduce.two": scatter_reduce,
+    "aten.index_reduce.default": index_reduce,
+    "aten.bucketize.Tensor": bucketize,
+    "aten.searchsorted.Tensor": searchsorted,
     "aten.index.Tensor": index,
     "aten.index_put.default": index_put,
     "aten.index_select.default": index_select,

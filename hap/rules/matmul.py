@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from hap.rules.notation import Call, Dim, Row, Rule, einsum
-
-
-def inverse(call: Call) -> Iterator[Row]:
-    """``inv_ex(x (..., n, n)) -> (inverse, info (...))``."""
-    for dim in range(len(call.output.shape) - 2):
-        yield Row((Dim(dim),), (Dim(dim), Dim(dim)))
-
+from hap.rules.notation import Rule, einsum
 
 RULES: Mapping[str, Rule] = {
     "aten.mm.default": einsum("m k, k n -> m n"),
@@ -19,5 +12,4 @@ RULES: Mapping[str, Rule] = {
     "aten.mv.default": einsum("m k, k -> m"),
     "aten.dot.default": einsum("k, k ->"),
     "aten.vdot.default": einsum("k, k ->"),
-    "aten.linalg_inv_ex.default": inverse,
 }

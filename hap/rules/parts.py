@@ -158,6 +158,28 @@ def pad(call: Call) -> Iterator[Row]:
         yield from partial_rows(call, ("P",))
 
 
+def gated(call: Call) -> Iterator[Row]:
+    """``glu(x, dim)``: one half of x along the dim by the other."""
+    shape = call.inputs[0].shape
+    dim = call.dim_argument(1, len(shape), default=-1)
+    yield Row((_blocks(dim, shape[dim], shape[dim] // 2),), (Dim(dim),))
+    for other in range(len(shape)):
+        if other != dim:
+            yield Row((Dim(other),), (Dim(other),))
+
+
+def gated_backward(call: Call) -> Iterator[Row]:
+    """``glu_backward(grad, x, dim)``; linear in grad."""
+    shape = call.inputs[1].shape
+    dim = call.dim_argument(2, len(shape), default=-1)
+    halves = _blocks(dim, shape[dim], shape[dim] // 2)
+    yield Row((Dim(dim), halves), (halves,))
+    for other in range(len(shape)):
+        if other != dim:
+            yield Row((Dim(other), Dim(other)), (Dim(other),))
+    yield from partial_rows(call, ("PR",))
+
+
 RULES: Mapping[str, Rule] = {
     "aten.split_with_sizes.default": split_sizes,
     "aten.split.Tensor": split,
@@ -171,4 +193,6 @@ RULES: Mapping[str, Rule] = {
     "aten.slice_scatter.default": slice_scatter,
     "aten.select_scatter.default": select_scatter,
     "aten.constant_pad_nd.default": pad,
+    "aten.glu.default": gated,
+    "aten.glu_backward.default": gated_backward,
 }

@@ -146,25 +146,30 @@ def _filled(call: Call, value: float, size_position: int) -> Iterator[Row]:
 
 
 _NONLINEAR = """
-    abs.default acos.default addcdiv.default asin.default atan.default atan2.default bitwise_and.Scalar
-    bitwise_and.Tensor bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor ceil.default
-    clamp.Tensor clamp.default clamp_max.Tensor clamp_max.default clamp_min.Tensor clamp_min.default
-    cos.default cosh.default div.Scalar_mode
-    div.Tensor_mode elu.default eq.Scalar eq.Tensor erf.default erfc.default exp.default exp2.default expm1.default
-    floor.default floor_divide.default fmod.Scalar fmod.Tensor ge.Scalar ge.Tensor gelu.default gt.Scalar gt.Tensor
-    hardsigmoid.default hardswish.default hardtanh.default isfinite.default isinf.default isnan.default le.Scalar
-    le.Tensor leaky_relu.default log.default log10.default log1p.default log2.default logaddexp.default
-    logical_and.default logical_not.default logical_or.default logical_xor.default lt.Scalar lt.Tensor maximum.default
-    minimum.default mish.default ne.Scalar ne.Tensor pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal.default
-    relu.default remainder.Scalar remainder.Tensor round.default rsqrt.default rsub.Scalar sigmoid.default
-    sgn.default sign.default silu.default sin.default sinh.default softplus.default sqrt.default tan.default
-    tanh.default trunc.default
+    abs.default acos.default acosh.default addcdiv.default asin.default asinh.default atan.default atan2.default
+    atanh.default bitwise_and.Scalar bitwise_and.Tensor bitwise_left_shift.Tensor bitwise_not.default bitwise_or.Scalar
+    bitwise_or.Tensor bitwise_right_shift.Tensor bitwise_xor.Tensor ceil.default celu.default clamp.Tensor clamp.default
+    clamp_max.Tensor clamp_max.default clamp_min.Tensor clamp_min.default copysign.Scalar copysign.Tensor cos.default
+    cosh.default digamma.default div.Scalar_mode div.Tensor_mode elu.default eq.Scalar eq.Tensor erf.default
+    erfc.default erfinv.default exp.default exp2.default expm1.default floor.default floor_divide.default fmax.default
+    fmin.default fmod.Scalar fmod.Tensor frac.default gcd.default ge.Scalar ge.Tensor gelu.default gt.Scalar gt.Tensor
+    hardsigmoid.default hardswish.default hardtanh.default heaviside.default hypot.default i0.default isfinite.default
+    isinf.default isnan.default le.Scalar le.Tensor leaky_relu.default lgamma.default log.default log10.default
+    log1p.default log2.default logaddexp.default logaddexp2.default logical_and.default logical_not.default
+    logical_or.default logical_xor.default logit.default lt.Scalar lt.Tensor maximum.default minimum.default
+    mish.default nan_to_num.default ne.Scalar ne.Tensor polygamma.default pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor
+    reciprocal.default relu.default remainder.Scalar remainder.Tensor round.default rsqrt.default rsub.Scalar
+    sgn.default sigmoid.default sign.default signbit.default silu.default sin.default sinc.default sinh.default
+    softplus.default special_entr.default special_erfcx.default special_i0e.default special_i1.default
+    special_i1e.default special_log_ndtr.default special_ndtri.default sqrt.default tan.default tanh.default
+    threshold.default trunc.default xlogy.Scalar_Other xlogy.Scalar_Self xlogy.Tensor
 """
 
 _BACKWARD = """
-    elu_backward.default gelu_backward.default hardswish_backward.default hardtanh_backward.default
-    leaky_relu_backward.default mish_backward.default sigmoid_backward.default silu_backward.default
-    softplus_backward.default tanh_backward.default threshold_backward.default hardsigmoid_backward.default
+    elu_backward.default gelu_backward.default hardsigmoid_backward.default hardswish_backward.default
+    hardtanh_backward.default leaky_relu_backward.default logit_backward.default mish_backward.default
+    rrelu_with_noise_backward.default sigmoid_backward.default silu_backward.default softplus_backward.default
+    tanh_backward.default threshold_backward.default
 """
 
 _COPIES = "alias.default clone.default contiguous.default detach.default lift_fresh_copy.default neg.default"

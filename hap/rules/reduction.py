@@ -28,6 +28,15 @@ def listed_dims(call: Call) -> tuple[int, ...]:
     return tuple(d % ndim for d in ((dims,) if isinstance(dims, int) else dims))
 
 
+def one_dim(position: int, default: int = 0) -> Dims:
+    """The dim at that argument."""
+
+    def dims(call: Call) -> tuple[int, ...]:
+        return (call.dim_argument(position, len(call.inputs[0].shape), default=default),)
+
+    return dims
+
+
 def reduction(dims: Dims = listed_dims, *, sums: bool = False, partials: Partials = never) -> Rule:
     """Dims that are kept follow; with ``sums``, a reduced dim that is sharded gives partial outputs."""
 
@@ -96,6 +105,16 @@ RULES: Mapping[str, Rule] = {
     "aten._safe_softmax.default": along(),
     "aten._softmax_backward_data.default": along(2, partials=first_partial),
     "aten._log_softmax_backward_data.default": along(2, partials=first_partial),
+    "aten.cummax.default": along(),
+    "aten.cummin.default": along(),
+    "aten.logcumsumexp.default": along(),
     "aten.sort.default": along(1, default=-1),
+    "aten.sort.stable": along(1, default=-1),
+    "aten.kthvalue.default": reduction(one_dim(2, -1)),
+    "aten.median.dim": reduction(one_dim(1)),
+    "aten.nanmedian.dim": reduction(one_dim(1)),
+    "aten.mode.default": reduction(one_dim(1, -1)),
+    "aten.median.default": reduction(all_dims),
+    "aten.nanmedian.default": reduction(all_dims),
     "aten.topk.default": along(2, default=-1),
 }

@@ -24,7 +24,22 @@ _POSITIVE = (  # operators that are real only on positive numbers
     "aten.pow.Tensor_Tensor",
     "aten.acos.default",
     "aten.asin.default",
+    "aten.atanh.default",
+    "aten.erfinv.default",
+    "aten.logit.default",
+    "aten.logit_backward.default",
+    "aten.special_entr.default",
+    "aten.special_ndtri.default",
+    "aten.polygamma.default",
+    "aten.xlogy.Scalar_Other",
+    "aten.xlogy.Scalar_Self",
+    "aten.xlogy.Tensor",
+    "aten.fractional_max_pool2d.default",
+    "aten.fractional_max_pool3d.default",
 )
+_ABOVE_ONE = ("aten.acosh.default",)
+_DEFINITE = ("aten.linalg_cholesky_ex.default",)
+_COUNTED_FROM_ONE = ("aten.linalg_lu_solve.default",)  # pivots
 
 
 def _size_at_dim(position: int) -> Callable[[Call], int]:
@@ -47,6 +62,8 @@ _INDEX_BOUNDS: Mapping[str, Callable[[Call], int]] = {
     "aten.scatter.value": _size_at_dim(1),
     "aten.scatter.src": _size_at_dim(1),
     "aten.scatter_add.default": _size_at_dim(1),
+    "aten.scatter_reduce.two": _size_at_dim(1),
+    "aten.index_reduce.default": _size_at_dim(1),
     "aten.index_select.default": _size_at_dim(1),
     "aten.index.Tensor": _indexed_size,
     "aten.index_put.default": _indexed_size,
@@ -74,6 +91,7 @@ def sample_inputs(
     least = min((size for meta in call.inputs for size in meta.shape if size > 1), default=_INTEGERS_BELOW)
     bound = _INDEX_BOUNDS.get(call.node.op, lambda _: min(least, _INTEGERS_BELOW))(call)
     least_integer = int(call.node.op == "aten.div.Tensor" and bound > 1)  # by zero it gives NaN, which proves nothing
+    least_integer = max(least_integer, int(call.node.op in _COUNTED_FROM_ONE))
     sampled = []
     for meta in call.inputs:
         if meta.dtype == torch.bool:
@@ -83,6 +101,10 @@ def sample_inputs(
             if positive or call.node.op in _POSITIVE:
                 x = x.abs() / (1 + x.abs()) + 0.01
             x = (x * scale).to(dtype)
+            if call.node.op in _ABOVE_ONE:
+                x = 1 + x.abs()
+            elif call.node.op in _DEFINITE:
+                x = x @ x.mT + torch.eye(x.shape[-1], dtype=dtype)
         elif meta.dtype.is_complex:
             x = (torch.randn(meta.shape, generator=generator, dtype=torch.complex128) * scale).to(dtype.to_complex())
         else:

@@ -27,12 +27,14 @@ from hap.rules import (
     experts,
     hosts_sum,
     indexing,
+    linalg,
     matmul,
     normalisation,
     parts,
     pointwise,
     reduction,
     view,
+    windows,
 )
 from hap.rules.notation import Call, Einsum, Row, Rule, Slot, literal_key, make_call, partial_rows
 
@@ -46,12 +48,14 @@ _FAMILIES = (
     experts,
     hosts_sum,
     indexing,
+    linalg,
     matmul,
     normalisation,
     parts,
     pointwise,
     reduction,
     view,
+    windows,
 )
 BUILTIN: Mapping[str, Rule] = {op: rule for family in _FAMILIES for op, rule in family.RULES.items()}
 

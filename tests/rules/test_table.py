@@ -14,7 +14,8 @@ from hap.rules.table import BUILTIN, call_rows
 from tests.rules.graphs import booleans, call, integers, meta
 
 X, ROW, PIECE = meta(6, 4), meta(4), meta(3, 4)
-IMAGE, ATTENTION = meta(6, 4, 4, 4), meta(3, 4, 6, 2)
+IMAGE, ATTENTION, VOLUME = meta(6, 4, 4, 4), meta(3, 4, 6, 2), meta(6, 2, 4, 4, 4)
+PIVOTS = TensorMeta((6, 3), torch.int32)
 COMPLEX = TensorMeta((6, 4, 5), torch.complex128)
 NAMES = {
     (X,): """
@@ -27,23 +28,30 @@ NAMES = {
         mish.default neg.default ones_like.default reciprocal.default relu.default round.default rsqrt.default
         sgn.default sigmoid.default sign.default silu.default sin.default sinh.default softplus.default sort.default
         sqrt.default squeeze.default std.correction std_mean.correction sum.default t.default tan.default tanh.default
+        acosh.default asinh.default atanh.default celu.default digamma.default erfinv.default frac.default i0.default
+        lgamma.default logit.default nan_to_num.default signbit.default sinc.default special_entr.default
+        special_erfcx.default special_i0e.default special_i1.default special_i1e.default special_log_ndtr.default
+        special_ndtri.default median.default nanmedian.default mode.default glu.default
         tril.default triu.default trunc.default trace.default prod.default zero.default diagonal.default
         diag_embed.default unbind.int var.correction var_mean.correction zeros_like.default slice.Tensor""",
     (X, 0): """
         add.Scalar add.Tensor sub.Scalar full_like.default all.dim any.dim cumprod.default cumsum.default
+        cummax.default cummin.default logcumsumexp.default median.dim nanmedian.dim mode.default glu.default
         max.dim min.dim prod.dim_int squeeze.dim unsqueeze.default""",
     (X, 2.0): """
         add.Scalar clamp.default clamp_max.default clamp_min.default div.Scalar eq.Scalar fmod.Scalar full_like.default
         ge.Scalar gt.Scalar le.Scalar lt.Scalar mul.Scalar ne.Scalar pow.Tensor_Scalar remainder.Scalar rsub.Scalar
-        sub.Scalar""",
+        sub.Scalar copysign.Scalar xlogy.Scalar_Other""",
     (X, ROW): """
+        copysign.Tensor fmax.default fmin.default heaviside.default hypot.default logaddexp2.default
+        xlogy.Tensor
         add.Tensor atan2.default clamp.Tensor div.Tensor eq.Tensor floor_divide.default fmod.Tensor ge.Tensor gt.Tensor
         clamp_max.Tensor clamp_min.Tensor
         le.Tensor logaddexp.default logical_and.default logical_or.default logical_xor.default lt.Tensor maximum.default
         minimum.default mul.Tensor mv.default ne.Tensor pow.Tensor_Tensor remainder.Tensor sub.Tensor""",
     (X, X): """
         add.Tensor gelu_backward.default hardsigmoid_backward.default hardswish_backward.default mish_backward.default
-        mul.Tensor sigmoid_backward.default silu_backward.default tanh_backward.default""",
+        mul.Tensor sigmoid_backward.default silu_backward.default tanh_backward.default logit_backward.default""",
     (X, (0,), False): "any.dims all.dims",
     (X, (0,)): "sum.dim_IntList mean.dim amax.default logsumexp.default flip.default var_mean.correction",
     (X, (1,), True): "sum.dim_IntList mean.dim amin.default logsumexp.default",
@@ -51,7 +59,12 @@ NAMES = {
     (X, X, 0, torch.float64): "_softmax_backward_data.default _log_softmax_backward_data.default",
     (integers(6, 4),): "bitwise_not.default sum.default",
     (integers(6, 4), 2): "bitwise_and.Scalar bitwise_or.Scalar",
-    (integers(6, 4), integers(6, 4)): "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor",
+    (integers(6, 4), integers(6, 4)): """
+        bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor
+        gcd.default""",
+    (2.0, X): "xlogy.Scalar_Self",
+    (X, 0.1, 2.0): "threshold.default",
+    (X, 2, 0, True): "kthvalue.default",
     (X, X, ROW): "addcmul.default addcdiv.default lerp.Tensor",
     (X, X, 0.3): "lerp.Scalar",
     ((6, 4),): "zeros.default ones.default",
@@ -215,6 +228,121 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
         (ATTENTION, ATTENTION, ATTENTION, ATTENTION, meta(3, 1, 6, 6), ATTENTION, meta(3, 4, 6), False, 0.5),
     ),
 ]
+LINALG = (
+    "linalg_cholesky_ex",
+    "linalg_qr",
+    "_linalg_eigh",
+    "_linalg_svd",
+    "_linalg_det",
+    "_linalg_slogdet",
+    "linalg_matrix_exp",
+)
+CALLS += [
+    ("aten.kthvalue.default", (X, 2)),
+    ("aten.polygamma.default", (2, X)),
+    ("aten.glu_backward.default", (PIECE, meta(3, 8), -1)),
+    ("aten.glu_backward.default", (PIECE, X, 0)),
+    ("aten.rrelu_with_noise_backward.default", (X, X, X, 0.1, 0.3, True, False)),
+    ("aten.scatter_reduce.two", (X, 0, integers(6, 4), X, "amax")),
+    ("aten.scatter_reduce.two", (X, 1, integers(6, 3), meta(6, 3), "mean")),
+    ("aten.index_reduce.default", (X, 0, integers(3), PIECE, "amin")),
+    ("aten.bucketize.Tensor", (X, meta(5))),
+    ("aten.searchsorted.Tensor", (meta(5), X)),
+    ("aten.searchsorted.Tensor", (meta(6, 5), X)),
+    # ---- windows ----
+    ("aten.avg_pool3d.default", (VOLUME, (2, 2, 2))),
+    (
+        "aten.avg_pool3d_backward.default",
+        (meta(6, 2, 2, 2, 2), VOLUME, (2, 2, 2), (2, 2, 2), (0, 0, 0), False, True, None),
+    ),
+    ("aten.max_pool3d_with_indices.default", (VOLUME, (2, 2, 2))),
+    (
+        "aten.max_pool3d_with_indices_backward.default",
+        (
+            meta(6, 2, 2, 2, 2),
+            VOLUME,
+            (2, 2, 2),
+            (2, 2, 2),
+            (0, 0, 0),
+            (1, 1, 1),
+            False,
+            integers(6, 2, 2, 2, 2),
+        ),
+    ),
+    ("aten._adaptive_avg_pool3d.default", (VOLUME, (3, 2, 1))),
+    ("aten._adaptive_avg_pool3d_backward.default", (meta(6, 2, 3, 2, 1), VOLUME)),
+    ("aten.adaptive_max_pool2d.default", (IMAGE, (3, 2))),
+    ("aten.adaptive_max_pool2d_backward.default", (meta(6, 4, 3, 2), IMAGE, integers(6, 4, 3, 2))),
+    ("aten.adaptive_max_pool3d.default", (VOLUME, (3, 2, 1))),
+    ("aten.adaptive_max_pool3d_backward.default", (meta(6, 2, 3, 2, 1), VOLUME, integers(6, 2, 3, 2, 1))),
+    ("aten.max_unpool2d.default", (meta(6, 4, 2, 2), integers(6, 4, 2, 2), (4, 4))),
+    (
+        "aten.max_unpool3d.default",
+        (meta(6, 2, 2, 2, 2), integers(6, 2, 2, 2, 2), (4, 4, 4), (2, 2, 2), (0, 0, 0)),
+    ),
+    ("aten._upsample_bilinear2d_aa.default", (IMAGE, (3, 2), False)),
+    ("aten._upsample_bilinear2d_aa_backward.default", (meta(6, 4, 3, 2), (3, 2), (6, 4, 4, 4), False)),
+    ("aten._upsample_bicubic2d_aa.default", (IMAGE, (3, 2), True)),
+    ("aten._upsample_bicubic2d_aa_backward.default", (meta(6, 4, 3, 2), (3, 2), (6, 4, 4, 4), True)),
+    ("aten.grid_sampler_2d.default", (IMAGE, meta(6, 3, 5, 2), 0, 0, False)),
+    (
+        "aten.grid_sampler_2d_backward.default",
+        (meta(6, 4, 3, 5), IMAGE, meta(6, 3, 5, 2), 0, 0, False, (True, True)),
+    ),
+    ("aten.grid_sampler_3d.default", (VOLUME, meta(6, 3, 1, 5, 3), 0, 0, False)),
+    (
+        "aten.grid_sampler_3d_backward.default",
+        (meta(6, 2, 3, 1, 5), VOLUME, meta(6, 3, 1, 5, 3), 0, 0, False, (True, True)),
+    ),
+    *[
+        entry
+        for kind in ("reflection", "replication")
+        for dims, x in ((1, meta(6, 4, 4)), (2, IMAGE), (3, VOLUME))
+        for entry in (
+            (f"aten.{kind}_pad{dims}d.default", (x, (1, 2) * dims)),
+            (
+                f"aten.{kind}_pad{dims}d_backward.default",
+                (meta(*x.shape[:2], *(n + 3 for n in x.shape[2:])), x, (1, 2) * dims),
+            ),
+        )
+    ],
+    ("aten.fractional_max_pool2d.default", (IMAGE, (2, 2), (2, 2), meta(6, 4, 2))),
+    (
+        "aten.fractional_max_pool2d_backward.default",
+        (meta(6, 4, 2, 2), IMAGE, (2, 2), (2, 2), integers(6, 4, 2, 2)),
+    ),
+    ("aten.fractional_max_pool3d.default", (VOLUME, (2, 2, 2), (2, 2, 2), meta(6, 2, 3))),
+    (
+        "aten.fractional_max_pool3d_backward.default",
+        (meta(6, 2, 2, 2, 2), VOLUME, (2, 2, 2), (2, 2, 2), integers(6, 2, 2, 2, 2)),
+    ),
+    # ---- linear algebra ----
+    *[
+        (f"aten.{name}.default", (meta(6, 2, 3, 3),))
+        for name in [
+            "linalg_cholesky_ex",
+            "linalg_qr",
+            "_linalg_eigh",
+            "_linalg_svd",
+            "_linalg_det",
+            "_linalg_slogdet",
+            "linalg_matrix_exp",
+        ]
+    ],
+    ("aten.linalg_pinv.atol_rtol_tensor", (meta(6, 4, 3),)),
+    ("aten.linalg_householder_product.default", (meta(6, 4, 3), meta(6, 3))),
+    ("aten.linalg_lu_solve.default", (meta(6, 3, 3), PIVOTS, meta(6, 3, 2))),
+    ("aten._linalg_solve_ex.default", (meta(6, 3, 3), meta(6, 3, 2))),
+    ("aten._linalg_solve_ex.default", (meta(6, 3, 3), meta(6, 3))),
+    ("aten.diagonal_scatter.default", (meta(3, 6, 4), meta(6, 3), 0, 0, 2)),
+    ("aten._cdist_forward.default", (meta(3, 6, 5), meta(3, 4, 5), 2.0, None)),
+    ("aten._cdist_backward.default", (meta(3, 6, 4), meta(3, 6, 5), meta(3, 4, 5), 1.0, meta(3, 6, 4))),
+]
+STABLE = [("aten.sort.stable", (X,))]
+TRIANGULAR = [
+    ("aten.linalg_solve_triangular.default", (meta(6, 3, 3), meta(6, 3, 2))),
+    ("aten.linalg_solve_triangular.default", (meta(3, 3), meta(6, 3, 2))),
+]
 DRAWING = [
     ("hap.rand.default", ((6, 4, 12), integers(), 3, None)),
     ("hap.randn.default", ((12,), integers(), 3, None)),
@@ -254,8 +382,18 @@ def test_every_dim_of_random_numbers_may_be_sharded(op, args):
     assert {row.outputs[0].dim for row in call_rows(drawn)} == set(range(len(args[0])))
 
 
+@pytest.mark.parametrize(("op", "args"), STABLE)
+def test_every_row_of_a_stable_sort_holds(op, args):
+    assert_proved(sample(op, args, stable=True, dim=0))
+
+
+@pytest.mark.parametrize(("op", "args"), TRIANGULAR)
+def test_every_row_of_a_triangular_system_holds(op, args):
+    assert_proved(sample(op, args, upper=True))
+
+
 def test_every_rule_has_a_sample():
-    assert sorted({op for op, _ in CALLS + DRAWING + ROUNDING}) == sorted(BUILTIN)
+    assert sorted({op for op, _ in CALLS + STABLE + TRIANGULAR + DRAWING + ROUNDING}) == sorted(BUILTIN)
 
 
 def test_every_rule_is_of_an_operator_that_exists():

@@ -6,30 +6,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from benchmarks.zoo_models.reference import one_device, worst_error
-from hap.rules.choices import choices
-from tests._support.plans import sizes_for
-from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, case_of, drawn, random_error, run
+from tests.zoo.layers import BATCH, WIDTH, Model, NormOfChannels, case, on_one, worst
+from tests.zoo.lockstep import TOLERANCE
 
-BATCH, WIDTH = 8, 6
 SIGNS, CHANNELS = torch.tensor([1, -1]), (BATCH, 3, WIDTH)
 IMAGE = (BATCH, 2, 4, WIDTH)
-
-
-class Model(nn.Module):
-    """A function, or a layer, of what a linear layer makes; ``then(layer, x)`` says how it is called."""
-
-    def __init__(self, then, layer=None):
-        super().__init__()
-        self.linear, self.layer, self.then = nn.Linear(WIDTH, WIDTH), layer, then
-
-    def forward(self, x):
-        y = self.linear(x)
-        return self.then(y) if self.layer is None else self.then(self.layer, y)
-
-
-def on_one(layer, y):
-    return layer(y)
 
 
 def squares(outer):
@@ -73,7 +54,14 @@ FUNCTIONS = {
     "unfold of a transpose": lambda y: y.T.unfold(0, 3, 1).sum(2),
     "inv_ex": lambda y: torch.linalg.inv_ex(squares(y) * 0.1 + torch.eye(WIDTH, dtype=y.dtype)).inverse,
 }
+
+
 LAYERS = {
+    "pooling to one place": (lambda: NormOfChannels(2, nn.AdaptiveAvgPool2d(1)), IMAGE),
+    "pooling to one place, by dims": (lambda: NormOfChannels(2, nn.AdaptiveAvgPool2d((1, 1))), IMAGE),
+    "pooling to one row": (lambda: NormOfChannels(2, nn.AdaptiveAvgPool2d((1, None))), IMAGE),
+    "pooling of sequences": (lambda: NormOfChannels(3, nn.AdaptiveAvgPool1d(1)), CHANNELS),
+    "pooling of volumes": (lambda: NormOfChannels(3, nn.AdaptiveAvgPool3d(1)), (BATCH, 3, 2, 2, WIDTH)),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(WIDTH, 4)), (BATCH, WIDTH)),
     "weight norm, second dim": (lambda: parametrizations.weight_norm(nn.Conv1d(3, 4, 3), dim=1), CHANNELS),
     "weight norm of a convolution": (lambda: parametrizations.weight_norm(nn.Conv1d(3, 4, 3)), CHANNELS),
@@ -104,20 +92,6 @@ CELLS = {
     "LSTM cell": (lambda: nn.LSTMCell(WIDTH, 4), lambda layer, y: layer(y, layer(y))[0]),
     "bilinear": (lambda: nn.Bilinear(WIDTH, WIDTH, 4), lambda layer, y: layer(y, y.flip(1))),
 }
-
-
-def case(model, shape=(BATCH, WIDTH)):
-    model = model.double()
-    with torch.no_grad():
-        made = model.train()(drawn(*shape))
-    return case_of(model, drawn(*shape), lambda y, t: (y - t).square().sum() / 7, drawn(*made.shape, seed=1))
-
-
-def worst(found):
-    """The batch dealt unevenly, then any strategies."""
-    made = choices(captured(found))
-    dealt = run(found, made, batch_strategies(made), sizes_for(made, (5, 2, 1), {BATCH: (5, 2, 1)}))
-    return max(worst_error(dealt, one_device(found, 5))[0], *(random_error(found, seed)[0] for seed in range(3)))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

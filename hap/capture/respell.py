@@ -1,0 +1,100 @@
+"""Functions of ``torch.nn`` that cannot be cut as they are written, in terms that can.
+
+- Average pooling to a single place is a mean. PyTorch takes it for that, too, but gives the result the strides of its
+  argument where channels lie last, as after a layer norm over channels. A graph has no strides, and the gradient of
+  such a call is written in terms of memory.
+- A bag of embeddings, where all bags have one size, is a sum, mean or maximum over gathered rows. As a call of its own
+  it says where each bag begins, among all of them. Bags that begin where a tensor says are left, and refused.
+- The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+
+class Respelled(TorchFunctionMode):
+    """While active, those functions run as they are written here, where they can."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = _INSTEAD[func](*args, **(kwargs or {})) if func in _INSTEAD else None
+        return func(*args, **(kwargs or {})) if found is None else found
+
+
+Instead = Callable[..., torch.Tensor | None]  # None: as it is
+
+
+def _pooled(dims: int) -> Instead:
+    def pool(input: torch.Tensor, output_size: Any) -> torch.Tensor | None:
+        wanted = (output_size,) * dims if isinstance(output_size, int) else tuple(output_size)
+        last = range(-dims, 0)
+        if all(n == 1 or (n is None and input.shape[d] == 1) for d, n in zip(last, wanted, strict=True)):
+            return input.mean(tuple(last), keepdim=True)
+        return None
+
+    return pool
+
+
+def _bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor | None:
+    """``input`` (bags, size) -> (bags, dims). What ``padding_idx`` says counts for nothing, and a bag of it is zero."""
+    if input.dim() != 2 or offsets is not None or max_norm is not None or sparse:
+        return None
+    rows = functional.embedding(input, weight, scale_grad_by_freq=scale_grad_by_freq)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(2)
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1) if mode == "mean" else rows.max(1).values
+    counts = (input != padding_idx % weight.shape[0]).unsqueeze(2)
+    if mode == "max":
+        most = torch.where(counts, rows, -math.inf).max(1).values
+        return torch.where(counts.any(1), most, 0.0)
+    total = torch.where(counts, rows, 0.0).sum(1)
+    return total if mode == "sum" else total / counts.sum(1).clamp(min=1)
+
+
+def _gaussian_nll(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor | None:
+    """Variances below ``eps`` count as that, with the gradient of what they are."""
+    if not isinstance(var, torch.Tensor) or reduction not in ("none", "mean", "sum"):
+        return None
+    if var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    differ = [b for a, b in zip(input.shape, var.shape, strict=False) if a != b]
+    if var.dim() != input.dim() or differ not in ([], [1]):
+        return None
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (var.log() + (input - target).square() / var + (math.log(2 * math.pi) if full else 0.0))
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+_INSTEAD: Mapping[Any, Instead] = {
+    functional.adaptive_avg_pool1d: _pooled(1),
+    functional.adaptive_avg_pool2d: _pooled(2),
+    functional.adaptive_avg_pool3d: _pooled(3),
+    functional.embedding_bag: _bag,
+    functional.gaussian_nll_loss: _gaussian_nll,
+}

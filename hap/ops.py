@@ -10,6 +10,7 @@ import torch
 from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.complex_numbers import fft_c2c, fft_c2r, fft_r2c, view_as_complex, view_as_real
+from hap.ctc import ctc, ctc_backward
 from hap.draws import rand, randint, randn
 from hap.dropout import dropout
 from hap.errors import ProgramError
@@ -28,6 +29,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.batch_norm_backward.default": batch_norm_backward,
     "hap.batch_norm_squares.default": batch_norm_squares,
     "hap.batch_norm_sums.default": batch_norm_sums,
+    "hap.ctc.default": ctc,
+    "hap.ctc_backward.default": ctc_backward,
     "hap.dropout.default": dropout,
     "hap.expert_mm.default": expert_mm,
     "hap.expert_mm_weight.default": expert_mm_weight,

@@ -86,10 +86,12 @@ _DRAWN: Mapping[Any, Callable[..., torch.Tensor]] = {
     _ATEN.normal_.default: lambda site, x, mean=0.0, deviation=1.0: site.randn() * deviation + mean,
     _ATEN.normal.float_float: lambda site, mean, deviation, size: site.randn() * deviation + mean,
     _ATEN.rand.default: lambda site, size: site.rand(),
+    _ATEN.rand.generator: lambda site, size: site.rand(),
     _ATEN.rand_like.default: lambda site, like: site.rand(),
     _ATEN.randint.default: lambda site, high, size: site.randint(0, high),
     _ATEN.randint.low: lambda site, low, high, size: site.randint(low, high),
     _ATEN.randn.default: lambda site, size: site.randn(),
+    _ATEN.randn.generator: lambda site, size: site.randn(),
     _ATEN.randn_like.default: lambda site, like: site.randn(),
     _ATEN.uniform_.default: lambda site, x, low=0.0, high=1.0: site.rand() * (high - low) + low,
 }

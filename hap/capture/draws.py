@@ -56,7 +56,7 @@ def canonical_draws(graph: Graph) -> Graph:
 
 
 def _is_possible(graph: Graph, node: Node) -> bool:
-    if (node.op, node.meta.dtype) == ("aten.randperm.default", torch.int64) or "multinomial" in node.op:
+    if ("randperm" in node.op and node.meta.dtype == torch.int64) or "multinomial" in node.op:
         return True
     if "randint" in node.op:
         low, high = _limits(node)
@@ -178,11 +178,13 @@ def _after_first(draws: _Draws, op: str, args: tuple[Any, ...], *outputs: Tensor
     return Value(draws.call(op, args, *outputs).node, 1)
 
 
-_SPELLINGS: Mapping[str, Callable[[_Draws], Value | tuple[Value, Value]]] = {
+_SPELLINGS: Mapping[str, Callable[[_Draws], Value | tuple[Value, Value]]] = {  # a generator is none: others are refused
     "aten.rand.default": _rand,
+    "aten.rand.generator": _rand,
     "aten.rand_like.default": _rand,
     "aten.uniform.default": _uniform,
     "aten.randn.default": _randn,
+    "aten.randn.generator": _randn,
     "aten.randn_like.default": _randn,
     "aten.normal.float_float": _normal(0),
     "aten.normal.float_Tensor": _normal(0),
@@ -191,6 +193,8 @@ _SPELLINGS: Mapping[str, Callable[[_Draws], Value | tuple[Value, Value]]] = {
     "aten.normal_functional.default": _normal(1),
     "aten.randint.default": _randint,
     "aten.randint.low": _randint,
+    "aten.randint.generator": _randint,
+    "aten.randint.low_generator": _randint,
     "aten.randint_like.default": _randint,
     "aten.randint_like.low_dtype": _randint,
     "aten.bernoulli.default": _bernoulli,
@@ -198,6 +202,7 @@ _SPELLINGS: Mapping[str, Callable[[_Draws], Value | tuple[Value, Value]]] = {
     "aten.bernoulli.Tensor": _bernoulli,
     "aten.exponential.default": _exponential,
     "aten.randperm.default": _randperm,
+    "aten.randperm.generator": _randperm,
     "aten.multinomial.default": _multinomial,
     "aten.rrelu_with_noise_functional.default": _rrelu,
 }

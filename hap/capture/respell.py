@@ -5,6 +5,7 @@
   such a call is written in terms of memory.
 - A bag of embeddings, where all bags have one size, is a sum, mean or maximum over gathered rows. As a call of its own
   it says where each bag begins, among all of them. Bags that begin where a tensor says are left, and refused.
+- The CTC loss keeps a table whose size values tell: ``hap.ctc``.
 - The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
 """
 
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from hap.ctc import ctc_loss
 
 
 class Respelled(TorchFunctionMode):
@@ -95,6 +98,7 @@ _INSTEAD: Mapping[Any, Instead] = {
     functional.adaptive_avg_pool1d: _pooled(1),
     functional.adaptive_avg_pool2d: _pooled(2),
     functional.adaptive_avg_pool3d: _pooled(3),
+    functional.ctc_loss: ctc_loss,
     functional.embedding_bag: _bag,
     functional.gaussian_nll_loss: _gaussian_nll,
 }

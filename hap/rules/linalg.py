@@ -53,7 +53,7 @@ def diagonal_scatter(call: Call) -> Iterator[Row]:
 
 
 def distances(call: Call) -> Iterator[Row]:
-    """``_cdist_forward(a (..., P, M), b (..., R, M), p, mode) -> (..., P, R)``."""
+    """``_cdist_forward(a (..., P, M), b (..., R, M), p, mode) -> (..., P, R)``, ``_euclidean_dist(a, b)``."""
     last = len(call.output.shape) - 1
     for dim in range(last - 1):
         yield Row((Dim(dim), Dim(dim)), (Dim(dim),))
@@ -87,5 +87,6 @@ RULES: Mapping[str, Rule] = {
     "aten._linalg_solve_ex.default": solve,
     "aten.diagonal_scatter.default": diagonal_scatter,
     "aten._cdist_forward.default": distances,
+    "aten._euclidean_dist.default": distances,
     "aten._cdist_backward.default": distances_backward,
 }

@@ -237,7 +237,10 @@ LINALG = (
     "_linalg_slogdet",
     "linalg_matrix_exp",
 )
+SPOKEN = (meta(5, 6, 4), integers(6, 2), integers(6), integers(6), 3, True)
 CALLS += [
+    ("hap.ctc.default", SPOKEN),
+    ("hap.ctc_backward.default", (meta(6), *SPOKEN)),
     ("aten.kthvalue.default", (X, 2)),
     ("aten.polygamma.default", (2, X)),
     ("aten.glu_backward.default", (PIECE, meta(3, 8), -1)),
@@ -335,6 +338,8 @@ CALLS += [
     ("aten._linalg_solve_ex.default", (meta(6, 3, 3), meta(6, 3, 2))),
     ("aten._linalg_solve_ex.default", (meta(6, 3, 3), meta(6, 3))),
     ("aten.diagonal_scatter.default", (meta(3, 6, 4), meta(6, 3), 0, 0, 2)),
+    ("aten._euclidean_dist.default", (meta(6, 5), meta(4, 5))),
+    ("aten._euclidean_dist.default", (meta(3, 6, 5), meta(3, 4, 5))),
     ("aten._cdist_forward.default", (meta(3, 6, 5), meta(3, 4, 5), 2.0, None)),
     ("aten._cdist_backward.default", (meta(3, 6, 4), meta(3, 6, 5), meta(3, 4, 5), 1.0, meta(3, 6, 4))),
 ]

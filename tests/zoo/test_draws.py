@@ -136,6 +136,8 @@ DRAWING = {
     "randn_like": lambda x: x + torch.randn_like(x),
     "normal_": lambda x: x + torch.empty_like(x).normal_(2, 3),
     "normal of floats": lambda x: x + torch.normal(1.0, 2.0, x.shape, dtype=x.dtype),
+    "randn, no generator": lambda x: x + torch.randn(x.shape, generator=None, dtype=x.dtype),
+    "rand, no generator": lambda x: x * torch.rand(x.shape, generator=None, dtype=x.dtype),
     "randint": lambda x: x * torch.randint(-4, 9, (x.shape[0], 1)),
     "randint from 0": lambda x: x * torch.randint(9, x.shape),
     "bernoulli": lambda x: x * torch.bernoulli(torch.sigmoid(x)),

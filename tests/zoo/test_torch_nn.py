@@ -70,6 +70,14 @@ def loss(make, *given, of=lambda y: y):
     return lambda: Wrapped(make(), lambda inner, y: inner(of(y), *given))
 
 
+WORDS, SPOKEN, SAID = labels(WIDTH - 1, BATCH, 2) + 1, labels(2, BATCH) + 3, labels(3, BATCH)
+
+
+def spoken(ctc, y, **options):
+    """Of (BATCH, 4, WIDTH); sequences of 3 or 4 steps say nothing, or one word or two."""
+    return ctc(y.log_softmax(2).transpose(0, 1), WORDS, SPOKEN, SAID, **options)
+
+
 TOKENS = labels(5, BATCH, 4)
 CLASSES, CHANCES = labels(WIDTH, BATCH), drawn(BATCH, WIDTH, seed=3).sigmoid()
 SIGNS = labels(2, BATCH) * 2 - 1
@@ -160,6 +168,7 @@ LAYERS = {
     "NLLLoss2d": (loss(nn.NLLLoss, labels(4, BATCH, 4, WIDTH), of=lambda y: y.log_softmax(1)), IMAGE),
     "MultiMarginLoss": (loss(nn.MultiMarginLoss, CLASSES), ROWS),
     "MultiLabelMarginLoss": (loss(nn.MultiLabelMarginLoss, labels(WIDTH, BATCH, WIDTH)), ROWS),
+    "CTCLoss": (lambda: Wrapped(nn.CTCLoss(), spoken), SEQUENCE),
     "HingeEmbeddingLoss": (loss(nn.HingeEmbeddingLoss, SIGNS.unsqueeze(1)), ROWS),
     "CosineEmbeddingLoss": (
         lambda: Wrapped(nn.CosineEmbeddingLoss(), lambda f, y: f(y, y.flip(1), SIGNS)),
@@ -196,7 +205,6 @@ NOT_LAYERS = {
 }
 REFUSED = {
     "AdaptiveLogSoftmaxWithLoss": "data-dependent control flow",
-    "CTCLoss": "size depends on values",
     "CrossMapLRN2d": "cannot capture",
 }
 
@@ -289,3 +297,25 @@ def test_gaussian_losses(full, reduction, least, columns):
         return functional.gaussian_nll_loss(y, CHANCES, spread, full=full, eps=least or 1e-6, reduction=reduction)
 
     assert worst(case(Model(of))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("zero_infinity", [False, True])
+def test_ctc_losses(reduction, zero_infinity):
+    def of(y):
+        lengths = [4, 3, 1, 1, 4, 4, 3, 1] if zero_infinity else [4] * BATCH  # too short for two words
+        options = {"reduction": reduction, "zero_infinity": zero_infinity, "blank": WIDTH - 1}
+        log_probs = y.view(BATCH, 1, WIDTH) * torch.arange(1.0, 5.0, dtype=y.dtype).view(1, 4, 1)
+        return functional.ctc_loss(
+            log_probs.log_softmax(2).transpose(0, 1), WORDS - 1, tuple(lengths), tuple(SAID.tolist()), **options
+        )
+
+    assert worst(case(Model(of))) <= TOLERANCE
+
+
+def test_targets_one_after_another_are_refused():
+    def of(y):
+        return functional.ctc_loss(y.log_softmax(2).transpose(0, 1), WORDS.flatten(), SPOKEN, torch.full((BATCH,), 2))
+
+    with pytest.raises(HapError, match="size depends on values"):
+        capture(Twice(of), torch.zeros(SEQUENCE))

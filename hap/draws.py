@@ -1,8 +1,10 @@
 """Random numbers that every sharding draws alike: functions of (seed, site, global element), as ``hap.bits`` has them.
 
 ``hap.rand.default(size, seed, site, shard, dtype=)`` draws from the uniform distribution, ``hap.randn.default`` from
-the normal one, ``hap.randint.default(size, low, high, seed, site, shard, dtype=)`` whole numbers. What else PyTorch
-draws is made of these at capture (``hap.capture.draws``). ``size`` is the size of the piece that ``shard`` says.
+the normal one, ``hap.randint.default(size, low, high, seed, site, shard, dtype=)`` whole numbers, and
+``hap.bernoulli.default(size, p, seed, site, shard, dtype=)`` ones and zeros: where a dropout of ``1 - p`` keeps, ones.
+What else PyTorch draws is made of these at capture (``hap.capture.draws``). ``size`` is the size of the piece that
+``shard`` says.
 
 A uniform number is the middle of one of ``2^(b - 1)`` equal parts of the interval from 0 to 1, with b the bits of the
 dtype's significand, 32 at most: never 0 or 1, so its logarithm is a number, and exact in its dtype, so that comparing
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from hap.bits import WIDTH, Place, element_bits, top_bits
+from hap.dropout import keep_mask
 
 _SIGNIFICAND = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 LARGEST_RANGE = 2**31  # of whole numbers: what 32 bits can be scaled to within 64
@@ -42,6 +45,13 @@ def randn(
     wide = dtype if dtype == torch.float64 else torch.float32
     uniform = rand(size, seed, site, shard, dtype=wide)
     return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(dtype)
+
+
+def bernoulli(
+    size: Sequence[int], p: float, seed: torch.Tensor, site: int, shard: Place | None, *, dtype: torch.dtype
+) -> torch.Tensor:
+    """1 with probability ``p``, else 0: ``size``, of a ``dtype``, on the seed's device."""
+    return keep_mask(size, seed, 1 - p, site, shard).to(dtype)
 
 
 @torch.compiler.disable

@@ -11,7 +11,7 @@ from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.complex_numbers import fft_c2c, fft_c2r, fft_r2c, view_as_complex, view_as_real
 from hap.ctc import ctc, ctc_backward
-from hap.draws import rand, randint, randn
+from hap.draws import bernoulli, rand, randint, randn
 from hap.dropout import dropout
 from hap.errors import ProgramError
 from hap.experts import expert_mm, expert_mm_weight
@@ -29,6 +29,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.batch_norm_backward.default": batch_norm_backward,
     "hap.batch_norm_squares.default": batch_norm_squares,
     "hap.batch_norm_sums.default": batch_norm_sums,
+    "hap.bernoulli.default": bernoulli,
     "hap.ctc.default": ctc,
     "hap.ctc_backward.default": ctc_backward,
     "hap.dropout.default": dropout,

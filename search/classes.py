@@ -28,6 +28,7 @@ RADIUS = 4
 # (operator, argument): a serial number, or where something begins or ends, which costs nothing
 NUMBERED = frozenset(
     {("hap.dropout.default", 3), ("hap.rand.default", 2), ("hap.randn.default", 2), ("hap.randint.default", 4)}
+    | {("hap.bernoulli.default", 3)}
     | {(HOSTS_SUM, SITE), ("aten.select.int", 2)}
     | {("aten.slice.Tensor", argument) for argument in (2, 3)}
 )

@@ -4,7 +4,8 @@
     rand, rand_like, uniform             hap.rand.default(size, seed, site, None), scaled and shifted
     randn, randn_like, normal            hap.randn.default(size, seed, site, None), scaled and shifted
     randint, randint_like                hap.randint.default(size, low, high, seed, site, None)
-    bernoulli                            rand < p
+    bernoulli of a number p              hap.bernoulli.default(size, p, seed, site, None)
+    bernoulli of a tensor p              rand < p
     exponential                          log(rand) / -lambd
     randperm                             the order of random whole numbers, sorted
     rrelu                                x times rand between the slopes, where x is negative
@@ -83,8 +84,8 @@ class _Draws(Spelling):
     def argument(self, position: int, default: Any = None) -> Any:
         return self.node.args[position] if len(self.node.args) > position else default
 
-    def drawn(self, op: str, meta: TensorMeta, *limits: int) -> Value:
-        """``rand``, ``randn`` or ``randint`` of this shape and dtype."""
+    def drawn(self, op: str, meta: TensorMeta, *limits: float) -> Value:
+        """``rand``, ``randn``, ``randint`` or ``bernoulli`` of this shape and dtype."""
         args = (meta.shape, *limits, self.seed, self.site, None)
         return self.call(f"hap.{op}.default", args, meta, kwargs=(("dtype", meta.dtype),))
 
@@ -131,10 +132,11 @@ def _randint(draws: _Draws) -> Value:
 def _bernoulli(draws: _Draws) -> Value:
     """``(p)``, ``(like, p)`` with a number or a tensor. In float32 at least, as many chances are small."""
     chance = draws.argument(1, draws.node.args[0])
+    if not isinstance(chance, Value):
+        return draws.drawn("bernoulli", draws.out, float(chance))
     wide = torch.float64 if draws.out.dtype == torch.float64 else torch.float32
     unit = draws.drawn("rand", TensorMeta(draws.out.shape, wide))
-    kind = "Tensor" if isinstance(chance, Value) else "Scalar"
-    kept = draws.call(f"aten.lt.{kind}", (unit, chance), TensorMeta(draws.out.shape, torch.bool))
+    kept = draws.call("aten.lt.Tensor", (unit, chance), TensorMeta(draws.out.shape, torch.bool))
     return draws.call("aten._to_copy.default", (kept,), draws.out, kwargs=(("dtype", draws.out.dtype),))
 
 

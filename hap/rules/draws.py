@@ -19,6 +19,7 @@ def _drawn(place: int) -> Rule:
 
 
 RULES: Mapping[str, Rule] = {
+    "hap.bernoulli.default": _drawn(4),
     "hap.rand.default": _drawn(3),
     "hap.randn.default": _drawn(3),
     "hap.randint.default": _drawn(5),

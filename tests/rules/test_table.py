@@ -349,6 +349,7 @@ TRIANGULAR = [
     ("aten.linalg_solve_triangular.default", (meta(3, 3), meta(6, 3, 2))),
 ]
 DRAWING = [
+    ("hap.bernoulli.default", ((6, 4), 0.3, integers(), 3, None)),
     ("hap.rand.default", ((6, 4, 12), integers(), 3, None)),
     ("hap.randn.default", ((12,), integers(), 3, None)),
     ("hap.randint.default", ((6, 4), -2, 9, integers(), 3, None)),

@@ -141,6 +141,7 @@ DRAWING = {
     "randint": lambda x: x * torch.randint(-4, 9, (x.shape[0], 1)),
     "randint from 0": lambda x: x * torch.randint(9, x.shape),
     "bernoulli": lambda x: x * torch.bernoulli(torch.sigmoid(x)),
+    "bernoulli_ of a number": lambda x: x * torch.empty_like(x).bernoulli_(0.7),
     "exponential_": lambda x: x * torch.empty_like(x).exponential_(0.5),
     "gumbel softmax": lambda x: functional.gumbel_softmax(x, hard=True),
     "multinomial": lambda x: x.gather(1, torch.multinomial(torch.softmax(x, 1), 1)),

@@ -90,6 +90,10 @@ class Communicator:
         if group is not None and self.device.type != "cuda":
             pause_at_exit()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        """Itself: a rank has one end, whoever talks through it."""
+        return self
+
     @contextmanager
     def wire(self) -> Iterator[None]:
         """Around what is sent and received; packing, joining and summing are compute."""

@@ -12,6 +12,7 @@ says "collective" must be called on every rank.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -80,6 +81,15 @@ class HapProgram(nn.Module):
         first = Variant.of(program, example, self._shares, comm)
         self._variants = Variants(first, model.training, self._shares, comm, rebuild)
         self.train(model.training)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HapProgram:
+        """A program with parameters and buffers of its own, such as ``torch.optim.swa_utils.AveragedModel`` makes; what
+        was compiled is the same. Local."""
+        memo |= {id(same): same for same in (self._plan, self._program, self._passes, self._tensors)}
+        copied: HapProgram = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
 
     @property
     def plan(self) -> Plan:

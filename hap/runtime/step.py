@@ -43,6 +43,10 @@ class Step:
         self._sources = [s.name for s in program.forward_sources]
         self._kept_sources = [name for name in program.saved if name in set(self._sources)]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Itself, as it owns no state."""
+        return self
+
     def evaluate(self, sources: Tensors) -> tuple[torch.Tensor, Tensors]:
         """(loss, buffer updates), keeping nothing for a backward."""
         if self._evaluation is None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hap
 from hap.capture import capture
@@ -215,6 +216,36 @@ def test_every_element_is_written_once_and_plain_pytorch_reads_it(tmp_path):
     one.load(str(tmp_path / "a"))
     for name, tensor in one.state().items():
         assert tensor.equal(again.state_dict()[name])
+
+
+def average(rank: int, text: str, directory: str) -> tuple[dict[str, torch.Tensor], float, float]:
+    """The averages, the loss by them and by the parameters, in evaluation."""
+    run = Run(text, "momentum")
+    averaged = AveragedModel(run.program, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    for step in range(BEFORE):
+        run.train(range(step, step + 1))
+        averaged.update_parameters(run.program)
+    found: hap.HapProgram = averaged.module  # type: ignore[assignment]
+    assert found.plan is run.program.plan and found is not run.program
+    found.save_checkpoint(directory)
+    run.program.eval(), found.eval()
+    share = run.program.shard_batch(ids(9))
+    with torch.no_grad():
+        by_average, by_parameters = averaged(share).item(), run.program(share).item()
+    run.program.load_checkpoint(directory)
+    assert run.program(share).item() == by_average
+    return found.state_dict(), by_average, by_parameters
+
+
+def test_averages_of_shares_are_shares_of_averages(tmp_path):
+    (first, *others) = run_ranks(3, average, any_plan(1, 3).to_json(), str(tmp_path))
+    alone = average(0, replicated_plan(found().graph).to_json(), str(tmp_path / "alone"))
+    state, by_average, by_parameters = alone
+    assert by_average != pytest.approx(by_parameters, rel=1e-3)
+    for whole, *losses in (first, *others):
+        assert losses == pytest.approx([by_average, by_parameters], rel=TOLERANCE)
+        for name, tensor in state.items():
+            torch.testing.assert_close(whole[name], tensor, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
 # ---- pieces ----

@@ -18,6 +18,7 @@ from torch import nn
 
 from hap.capture.autocast import Autocast
 from hap.capture.blame import blame
+from hap.capture.chance import no_chance
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
 from hap.capture.decompose import decompositions
@@ -100,7 +101,7 @@ def _trace(
     copied = copy_with(model, replacements)
     step = Step(copied, parameters, buffers, inputs, frozen_loss(loss_fn), outputs)
     try:
-        with as_batched():
+        with as_batched(), no_chance(name):
             trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
     except CaptureError:
         raise

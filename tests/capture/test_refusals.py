@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -183,6 +185,27 @@ def test_operators_without_graph_form() -> None:
     assert "aten.randn.generator with a generator of random numbers" in refusal(Block(draws))
     assert "aten.as_strided.default, whose result depends on memory layout" in refusal(Block(strided))
     assert "calls cond, which is no plain operator" in refusal(Block(conditional))
+
+
+def test_chance_that_every_step_would_share() -> None:
+    def skips(module: Block, y: torch.Tensor) -> torch.Tensor:
+        return y.sum() if random.random() < 2 else y.mean()
+
+    def scales(module: Block, y: torch.Tensor) -> torch.Tensor:
+        return (y * float(numpy.random.rand())).sum()
+
+    def seeds(module: Block, y: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return (y + torch.randn_like(y)).sum()
+
+    assert "it draws from Python's random numbers, and what it drew would be so in every step" in refusal(Block(skips))
+    assert "it draws from NumPy's random numbers" in refusal(Block(scales))
+    seeded = refusal(Block(seeds))
+    assert "the model seeds PyTorch's random numbers" in seeded and "torch.manual_seed(3)" in seeded
+    torch.manual_seed(0)
+    first = torch.rand(())
+    torch.random.manual_seed(0)
+    assert first == torch.rand(()), "seeding is back"
 
 
 def test_parameters_that_are_no_plain_tensors() -> None:

@@ -34,7 +34,7 @@ class Outcome:
 class SameDraws(TorchDispatchMode):
     """What PyTorch draws becomes a function of (seed, number of the draw), as ``hap.dropout`` and ``hap.draws`` draw.
 
-    What it draws with ``bernoulli_(number)`` is a dropout's mask.
+    What it draws with ``bernoulli_(number)`` is a dropout's mask. Draws from a generator are left alone.
     """
 
     def __init__(self, seed: int) -> None:
@@ -43,7 +43,7 @@ class SameDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawn = func(*args, **(kwargs or {}))
-        if func not in _DRAWN:
+        if func not in _DRAWN or (kwargs or {}).get("generator") is not None:
             return drawn
         wanted = _DRAWN[func](_Site(self.seed, self.site, drawn), *args)
         self.site += 1

@@ -48,6 +48,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten.view_as_complex.default": view_as_complex,
     "aten.view_as_real.default": view_as_real,
 }
+FROM_ONE = frozenset({"aten.linalg_lu_solve.default"})  # whose whole numbers, pivots, count from one
 
 
 def resolve(op: str) -> Callable[..., Any]:

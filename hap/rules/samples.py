@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hap.ops import FROM_ONE
 from hap.rules.notation import Call
 
 _INTEGERS_BELOW = 4  # where an integer indexes nothing
@@ -39,7 +40,6 @@ _POSITIVE = (  # operators that are real only on positive numbers
 )
 _ABOVE_ONE = ("aten.acosh.default",)
 _DEFINITE = ("aten.linalg_cholesky_ex.default",)
-_COUNTED_FROM_ONE = ("aten.linalg_lu_solve.default",)  # pivots
 
 
 def _size_at_dim(position: int) -> Callable[[Call], int]:
@@ -91,7 +91,7 @@ def sample_inputs(
     least = min((size for meta in call.inputs for size in meta.shape if size > 1), default=_INTEGERS_BELOW)
     bound = _INDEX_BOUNDS.get(call.node.op, lambda _: min(least, _INTEGERS_BELOW))(call)
     least_integer = int(call.node.op == "aten.div.Tensor" and bound > 1)  # by zero it gives NaN, which proves nothing
-    least_integer = max(least_integer, int(call.node.op in _COUNTED_FROM_ONE))
+    least_integer = max(least_integer, int(call.node.op in FROM_ONE))
     sampled = []
     for meta in call.inputs:
         if meta.dtype == torch.bool:

@@ -22,7 +22,7 @@ from hap.cost_models.fit import Timing
 from hap.cost_models.profile import ProfileError
 from hap.cost_models.work import node_work
 from hap.graph import Graph, Node, Value
-from hap.ops import resolve, takes_device
+from hap.ops import FROM_ONE, resolve, takes_device
 from hap.placement import GroupSizes, LocalSize, Placement, Shard, concrete_shape
 from hap.plan import Strategy
 from hap.rules.localize import localize
@@ -147,6 +147,8 @@ def local_call(
             for value, placement in zip(node.inputs, strategy.inputs, strict=True)
         ]
     )
+    if node.op in FROM_ONE:
+        made = iter([x if x.is_floating_point() else x + 1 for x in made])
 
     def leaf(item: Any) -> Any:
         return next(made) if isinstance(item, Value) else item.at(sizes, 0) if isinstance(item, LocalSize) else item

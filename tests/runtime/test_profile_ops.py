@@ -1,4 +1,4 @@
-"""How seconds of a call are read."""
+"""How seconds of a call are read, and which calls are timed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 
+from hap.capture import capture
 from hap.cost_models.profile import ProfileError
+from hap.rules.choices import choices
 from hap.runtime import profile_ops
 from hap.runtime.emulate import Core
-from hap.runtime.profile_ops import Clock
+from hap.runtime.profile_ops import Clock, distinct_calls, local_call, local_sizes, memory_layouts
 
 EMULATED = Clock(torch.device("cpu"), slowdown=2.0)
 
@@ -52,3 +55,26 @@ def test_a_clock_that_goes_on_standing_still_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(profile_ops, "time", Ticks(5.0))
     with pytest.raises(ProfileError, match="stands still"):
         EMULATED.seconds(lambda: None)
+
+
+class Systems(nn.Module):
+    """What draws, what looks things up, and what has pivots, which count from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.linear(x) + torch.eye(3)
+        solved = torch.linalg.solve_ex(a, torch.randn_like(x))[0]
+        chosen = torch.multinomial(a[:, 0].softmax(1), 1)
+        return torch.linalg.det(a).sum() + solved.sum() + a[:, 0].gather(1, chosen).sum()
+
+
+def test_every_call_of_a_graph_can_be_timed() -> None:
+    graph = capture(Systems(), torch.zeros(8, 3, 3))
+    layouts, calls = memory_layouts(graph), distinct_calls(graph, choices(graph).strategies)
+    assert {"aten.linalg_lu_solve.default", "hap.randn.default"} <= {node.op for node, _, _ in calls.values()}
+    for node, strategy, parts in calls.values():
+        for _, sizes in local_sizes(parts, (1 / 4, 1.0)):
+            local_call(graph, node, strategy, sizes, layouts, torch.device("cpu"))()

@@ -13,37 +13,66 @@ is integer arithmetic, alike on every device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _GOLDEN_32 = 0x9E3779B9
 WIDTH = 32
+_CACHED = 1 << 16  # elements that a core works on at a time: what is done with them stays in its cache
 
 Place = Sequence[int]  # dim, outer, n, unit, start; of what the five before say, if there are any
 
 
-def top_bits(count: int, shape: Sequence[int], seed: torch.Tensor, site: int, shard: Place | None) -> torch.Tensor:
-    """``count`` random bits (at most 31) for each element of the local ``shape``: int32, on the seed's device."""
-    bits = element_bits(shape, seed, site, shard)
-    return _shifted(bits, WIDTH - count, WIDTH)
+def drawn(
+    make: Callable[[torch.Tensor], torch.Tensor],
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    seed: torch.Tensor,
+    site: int,
+    shard: Place | None,
+) -> torch.Tensor:
+    """What ``make`` gives of 32 random bits for each element: the local ``shape`` in ``dtype``, on the seed's device.
 
-
-def element_bits(shape: Sequence[int], seed: torch.Tensor, site: int, shard: Place | None) -> torch.Tensor:
-    """32 random bits for each element of the local ``shape``: int32, on the seed's device."""
-    size = list(shape) or [1]
-    columns = _positions(size, len(size) - 1, shard, seed.device)
-    row_keys = _mix_64(_row_numbers(size, shard, seed.device) * _signed(_GOLDEN_64, 64) + _key(seed, site))
+    ``make`` is elementwise, of int32 that it may overwrite. On a CPU it is called for a few rows at a time.
+    """
+    size, device = list(shape) or [1], seed.device
+    columns = _positions(size, len(size) - 1, shard, device).to(torch.int32) * _signed(_GOLDEN_32, 32)
+    row_keys = _mix_64(_row_numbers(size, shard, device) * _signed(_GOLDEN_64, 64) + _key(seed, site)).reshape(-1, 1)
     low, high = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)
-    bits = columns.to(torch.int32) * _signed(_GOLDEN_32, 32) + low.unsqueeze(-1)
-    bits ^= _shifted(bits, 16, 32)
+    rows = _CACHED * torch.get_num_threads() // max(1, len(columns)) if device.type == "cpu" else len(row_keys)
+    if rows >= len(row_keys):
+        return make(_mixed(columns, low, high)).to(dtype).reshape(tuple(shape))
+    found = torch.empty((len(row_keys), len(columns)), dtype=dtype, device=device)
+    for part, first, second in zip(*(t.split(max(1, rows)) for t in (found, low, high)), strict=True):
+        part.copy_(make(_mixed(columns, first, second)))
+    return found.reshape(tuple(shape))
+
+
+def _mixed(columns: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """The bits of rows (R, 1) at columns (C,)."""
+    bits = columns + low
+    spare = torch.empty_like(bits)
+    _stir(bits, 16, spare)
     bits *= _signed(0x85EBCA6B, 32)
-    bits ^= _shifted(bits, 13, 32)
-    bits ^= high.unsqueeze(-1)
+    _stir(bits, 13, spare)
+    bits ^= high
     bits *= _signed(0xC2B2AE35, 32)
-    bits ^= _shifted(bits, 16, 32)
-    return bits.reshape(tuple(shape))
+    _stir(bits, 16, spare)
+    return bits
+
+
+def top_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` of them (at most 31), in place."""
+    bits >>= WIDTH - count
+    return bits.bitwise_and_((1 << count) - 1)
+
+
+def _stir(bits: torch.Tensor, count: int, spare: torch.Tensor) -> None:
+    """``bits ^= bits >> count`` of int32 in place, with zeros brought in."""
+    torch.bitwise_right_shift(bits, count, out=spare)
+    bits ^= spare.bitwise_and_((1 << (WIDTH - count)) - 1)
 
 
 def _key(seed: torch.Tensor, site: int) -> torch.Tensor:
@@ -82,14 +111,14 @@ def _places(shard: Place | None) -> list[tuple[int, ...]]:
 
 
 def _mix_64(bits: torch.Tensor) -> torch.Tensor:
-    bits = (bits ^ _shifted(bits, 30, 64)) * _signed(0xBF58476D1CE4E5B9, 64)
-    bits = (bits ^ _shifted(bits, 27, 64)) * _signed(0x94D049BB133111EB, 64)
-    return bits ^ _shifted(bits, 31, 64)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(0xBF58476D1CE4E5B9, 64)
+    bits = (bits ^ _shifted(bits, 27)) * _signed(0x94D049BB133111EB, 64)
+    return bits ^ _shifted(bits, 31)
 
 
-def _shifted(bits: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """A shift to the right that brings in zeros, as torch's integers are signed."""
-    return (bits >> count) & ((1 << (width - count)) - 1)
+def _shifted(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """A shift of int64 to the right that brings in zeros, as torch's integers are signed."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
 def _signed(bits: int, width: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hap.bits import WIDTH, Place, element_bits, top_bits
+from hap.bits import WIDTH, Place, drawn, top_bits
 from hap.dropout import keep_mask
 
 _SIGNIFICAND = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -30,10 +30,10 @@ def rand(
     size: Sequence[int], seed: torch.Tensor, site: int, shard: Place | None, *, dtype: torch.dtype
 ) -> torch.Tensor:
     """Uniform between 0 and 1, both excluded: ``size``, of a real floating ``dtype``, on the seed's device."""
-    bits = _SIGNIFICAND[dtype]
-    return (top_bits(bits - 1, size, seed, site, shard).to(dtype) + 0.5) * 2.0 ** (1 - bits)
+    return drawn(lambda bits: _uniform(bits, dtype), dtype, size, seed, site, shard)
 
 
+@torch.compiler.disable
 def randn(
     size: Sequence[int], seed: torch.Tensor, site: int, shard: Place | None, *, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -43,8 +43,16 @@ def randn(
     float64.
     """
     wide = dtype if dtype == torch.float64 else torch.float32
-    uniform = rand(size, seed, site, shard, dtype=wide)
-    return (torch.erfinv(2 * uniform - 1) * math.sqrt(2)).to(dtype)
+
+    def normal(bits: torch.Tensor) -> torch.Tensor:
+        return _uniform(bits, wide).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2))
+
+    return drawn(normal, dtype, size, seed, site, shard)
+
+
+def _uniform(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    count = _SIGNIFICAND[dtype] - 1
+    return top_bits(bits, count).to(dtype).add_(0.5).mul_(0.5**count)
 
 
 def bernoulli(
@@ -67,5 +75,8 @@ def randint(
 ) -> torch.Tensor:
     """Whole numbers from ``low`` to ``high - 1``, alike likely to one part in 2^32 of their number; at most
     ``LARGEST_RANGE`` of them."""
-    bits = element_bits(size, seed, site, shard).to(torch.int64) & (2**WIDTH - 1)
-    return ((bits * (high - low) >> WIDTH) + low).to(dtype)
+
+    def scaled(bits: torch.Tensor) -> torch.Tensor:
+        return ((bits.to(torch.int64) & (2**WIDTH - 1)) * (high - low) >> WIDTH) + low
+
+    return drawn(scaled, dtype, size, seed, site, shard)

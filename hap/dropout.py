@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hap.bits import Place, top_bits
+from hap.bits import Place, drawn, top_bits
 
 _BITS = 24
 
@@ -22,12 +22,17 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float, site: int, shard: Pla
         return torch.zeros_like(x)
     if p == 0:
         return x.clone()
-    return torch.where(keep_mask(x.shape, seed, p, site, shard), x * (1 / (1 - p)), 0.0)
+    return (x * (1 / (1 - p))).masked_fill_(_dropped(x.shape, seed, p, site, shard), 0.0)
 
 
-@torch.compiler.disable  # its whole numbers wrap around, and inductor's constants do not
 def keep_mask(
     shape: Sequence[int], seed: torch.Tensor, p: float, site: int, shard: Place | None = None
 ) -> torch.Tensor:
     """Which elements of the local ``shape`` stay: bool, on the seed's device."""
-    return top_bits(_BITS, shape, seed, site, shard) >= round(p * 2**_BITS)
+    return ~_dropped(shape, seed, p, site, shard)
+
+
+@torch.compiler.disable  # its whole numbers wrap around, and inductor's constants do not
+def _dropped(shape: Sequence[int], seed: torch.Tensor, p: float, site: int, shard: Place | None) -> torch.Tensor:
+    least = round(p * 2**_BITS)
+    return drawn(lambda bits: top_bits(bits, _BITS) < least, torch.bool, shape, seed, site, shard)

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hap
 from benchmarks.zoo_models.reference import one_device
+from hap import bits
 from hap.capture import capture
 from hap.codegen.lowering import lower
 from hap.codegen.source import to_python
@@ -286,3 +287,14 @@ def test_checks_of_distributions_are_back_after_capture():
 def test_what_cannot_be_drawn_alike_is_refused(function, error, message):
     with pytest.raises(error, match=message):
         choices(capture(Draws(function), torch.zeros(8, 6)))
+
+
+SIZES = [(300, 1024), (3, 200_000), (400_000,), (70_000, 3), (2, 50, 30, 100), (), (0, 5), (5, 0)]
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+def test_numbers_drawn_some_rows_at_a_time_are_those_drawn_at_once(shape, monkeypatch):
+    found = [draw(shape, SEED, 2, None, dtype=torch.float64) for draw in (rand, randn, whole_numbers)]
+    monkeypatch.setattr(bits, "_CACHED", 1 << 40)
+    for draw, one in zip((rand, randn, whole_numbers), found, strict=True):
+        assert one.shape == shape and draw(shape, SEED, 2, None, dtype=torch.float64).equal(one)

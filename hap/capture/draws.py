@@ -102,6 +102,17 @@ class _Draws(Spelling):
         return self.moved(self.call("aten.log.default", (self.drawn("rand", meta),), meta), -scale, 0)
 
 
+def _wide(meta: TensorMeta) -> TensorMeta:
+    """In float32 at least: of few bits, logarithms and chances come out in few steps."""
+    return meta if meta.dtype == torch.float64 else TensorMeta(meta.shape, torch.float32)
+
+
+def _cast(draws: _Draws, value: Value) -> Value:
+    if draws.meta(value).dtype == draws.out.dtype:
+        return value
+    return draws.call("aten._to_copy.default", (value,), draws.out, kwargs=(("dtype", draws.out.dtype),))
+
+
 def _rand(draws: _Draws) -> Value:
     return draws.drawn("rand", draws.out)
 
@@ -130,18 +141,16 @@ def _randint(draws: _Draws) -> Value:
 
 
 def _bernoulli(draws: _Draws) -> Value:
-    """``(p)``, ``(like, p)`` with a number or a tensor. In float32 at least, as many chances are small."""
+    """``(p)``, ``(like, p)`` with a number or a tensor."""
     chance = draws.argument(1, draws.node.args[0])
     if not isinstance(chance, Value):
         return draws.drawn("bernoulli", draws.out, float(chance))
-    wide = torch.float64 if draws.out.dtype == torch.float64 else torch.float32
-    unit = draws.drawn("rand", TensorMeta(draws.out.shape, wide))
-    kept = draws.call("aten.lt.Tensor", (unit, chance), TensorMeta(draws.out.shape, torch.bool))
-    return draws.call("aten._to_copy.default", (kept,), draws.out, kwargs=(("dtype", draws.out.dtype),))
+    unit = draws.drawn("rand", _wide(draws.out))
+    return _cast(draws, draws.call("aten.lt.Tensor", (unit, chance), TensorMeta(draws.out.shape, torch.bool)))
 
 
 def _exponential(draws: _Draws) -> Value:
-    return draws.exponential(draws.out, 1.0 / draws.argument(1, 1.0))
+    return _cast(draws, draws.exponential(_wide(draws.out), 1.0 / draws.argument(1, 1.0)))
 
 
 def _randperm(draws: _Draws) -> Value:
@@ -163,13 +172,13 @@ def _rrelu(draws: _Draws) -> tuple[Value, Value]:
 def _multinomial(draws: _Draws) -> Value:
     """``(p, count, replacement)`` with p (..., classes)."""
     chances, count, replaced = draws.argument(0), draws.argument(1), draws.argument(2, False)
-    meta = draws.done.meta(chances)
+    meta = _wide(draws.done.meta(chances))
     if not replaced or count == 1:
         ratio = draws.call("aten.div.Tensor", (chances, draws.exponential(meta, 1.0)), meta)
         largest = TensorMeta(draws.out.shape, meta.dtype)
         return _after_first(draws, "aten.topk.default", (ratio, count, -1, True, True), largest, draws.out)
     many = TensorMeta((*draws.out.shape, meta.shape[-1]), meta.dtype)
-    one = TensorMeta((*meta.shape[:-1], 1, meta.shape[-1]), meta.dtype)
+    one = TensorMeta((*meta.shape[:-1], 1, meta.shape[-1]), draws.done.meta(chances).dtype)
     spread = draws.call("aten.view.default", (chances, one.shape), one)
     ratio = draws.call("aten.div.Tensor", (spread, draws.exponential(many, 1.0)), many)
     return draws.call("aten.argmax.default", (ratio, len(many.shape) - 1, False), draws.out)

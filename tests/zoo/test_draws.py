@@ -212,6 +212,17 @@ def test_classes_are_drawn_without_replacement():
     assert abs((after_3 == 2).float().mean().item() - 0.75) < 0.025
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_numbers_are_drawn_in_many_steps(dtype):
+    even = torch.ones(500, 2000, dtype=dtype)  # of so many classes, hundreds would share a step of 7 bits
+    found = output(lambda p: torch.multinomial(p, 1), even)
+    assert found.float().mean().item() == pytest.approx(999.5, abs=130) and len(found.unique()) > 380
+    again = output(lambda p: torch.multinomial(p, 3, True), even)
+    assert len(again.unique()) > 950
+    waited = output(lambda x: torch.empty_like(x).exponential_(), even)
+    assert waited.dtype == dtype and waited.min().item() < 1e-4 and waited.max().item() > 9
+
+
 def test_a_permutation_is_one():
     found = output(lambda x: torch.randperm(x.shape[0]), torch.zeros(1000))
     assert found.sort().values.equal(torch.arange(1000)) and not found.equal(torch.arange(1000))

@@ -2,7 +2,7 @@
 
 A model that draws by PyTorch is captured as one that draws (``hap.capture.draws``). One that asks Python's or NumPy's
 random numbers gets an answer from them here, and one that seeds PyTorch's would have the same numbers each step, where
-a program goes on from its own seed. Both are refused.
+a program goes on from its own seed. Both are refused; generators of its own, a ``random.Random``, are not seen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 
 from hap.errors import CaptureError
 
-_SEEDING = ((torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.random, "seed"))
+_SEEDING = (
+    *((module, name) for module in (torch, torch.random) for name in ("manual_seed", "seed")),
+    *((torch.cuda, name) for name in ("manual_seed", "manual_seed_all")),
+)
 
 
 @contextlib.contextmanager

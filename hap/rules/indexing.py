@@ -45,7 +45,8 @@ def gather(call: Call) -> Iterator[Row]:
 
 
 def scatter(adds: bool) -> Rule:
-    """``scatter(x, dim, index, src | value)``: dims other than ``dim`` in which all agree. ``adds``: scatter_add."""
+    """``scatter(x, dim, index, src | value)``, ``scatter_reduce``: dims other than ``dim`` in which all agree.
+    ``adds``: scatter_add."""
 
     def rule(call: Call) -> Iterator[Row]:
         indexed = call.dim_argument(1, len(call.output.shape))
@@ -120,11 +121,6 @@ def index_select(call: Call) -> Iterator[Row]:
     yield from partial_rows(call, ("PR",))
 
 
-def scatter_reduce(call: Call) -> Iterator[Row]:
-    """``scatter_reduce(x, dim, index, src, reduce)``: dims other than ``dim`` in which all agree."""
-    yield from scatter(False)(call)
-
-
 def index_reduce(call: Call) -> Iterator[Row]:
     """``index_reduce(x, dim, index (k,), src, reduce)``: dims other than ``dim``."""
     indexed = call.dim_argument(1, len(call.output.shape))
@@ -140,7 +136,10 @@ def bucketize(call: Call) -> Iterator[Row]:
 
 
 def searchsorted(call: Call) -> Iterator[Row]:
-    """``searchsorted(sorted (..., k), values (..., m))``: dims of the values, and of both but the last."""
+    """``searchsorted(sorted (..., k), values (..., m))``: dims of the values, and of both but the last.
+    None where a third tensor says in what order to look."""
+    if len(call.inputs) != 2:
+        return
     boundaries, values = call.inputs[0].shape, call.inputs[1].shape
     for dim in range(len(values)):
         alone = len(boundaries) == 1 or dim == len(values) - 1
@@ -154,7 +153,7 @@ RULES: Mapping[str, Rule] = {
     "aten.scatter.value": scatter(False),
     "aten.scatter.src": scatter(False),
     "aten.scatter_add.default": scatter(True),
-    "aten.scatter_reduce.two": scatter_reduce,
+    "aten.scatter_reduce.two": scatter(False),
     "aten.index_reduce.default": index_reduce,
     "aten.bucketize.Tensor": bucketize,
     "aten.searchsorted.Tensor": searchsorted,

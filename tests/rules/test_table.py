@@ -320,18 +320,7 @@ CALLS += [
         (meta(6, 2, 2, 2, 2), VOLUME, (2, 2, 2), (2, 2, 2), integers(6, 2, 2, 2, 2)),
     ),
     # ---- linear algebra ----
-    *[
-        (f"aten.{name}.default", (meta(6, 2, 3, 3),))
-        for name in [
-            "linalg_cholesky_ex",
-            "linalg_qr",
-            "_linalg_eigh",
-            "_linalg_svd",
-            "_linalg_det",
-            "_linalg_slogdet",
-            "linalg_matrix_exp",
-        ]
-    ],
+    *[(f"aten.{name}.default", (meta(6, 2, 3, 3),)) for name in LINALG],
     ("aten.linalg_pinv.atol_rtol_tensor", (meta(6, 4, 3),)),
     ("aten.linalg_householder_product.default", (meta(6, 4, 3), meta(6, 3))),
     ("aten.linalg_lu_solve.default", (meta(6, 3, 3), PIVOTS, meta(6, 3, 2))),
@@ -400,6 +389,11 @@ def test_every_row_of_a_triangular_system_holds(op, args):
 
 def test_every_rule_has_a_sample():
     assert sorted({op for op, _ in CALLS + STABLE + TRIANGULAR + DRAWING + ROUNDING}) == sorted(BUILTIN)
+
+
+def test_a_search_by_another_order_has_no_rows():
+    found = call("aten.searchsorted.Tensor", meta(5), X, out=(), sorter=integers(5))
+    assert len(found.inputs) == 3 and call_rows(replace(found, node=replace(found.node, outputs=(X,)))) == ()
 
 
 def test_every_rule_is_of_an_operator_that_exists():

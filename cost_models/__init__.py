@@ -20,7 +20,8 @@ from hap.cost_models.compute import (
     split_work,
 )
 from hap.cost_models.evaluate import Evaluation, evaluate, update_seconds
-from hap.cost_models.memory import MemoryUse, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import MemoryUse, memory_use, usable_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.cost_models.sequence import ConversionCost
 from hap.cost_models.timeline import Span, Timeline, simulate
 from hap.cost_models.work import Work, node_work

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
@@ -28,9 +29,9 @@ from hap.cost_models.memory import (
     Walk,
     find_steps,
     many_local_bytes,
-    optimizer_state_bytes,
     usable_bytes,
 )
+from hap.cost_models.optimizers import optimizer_state_bytes, update_flops
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
@@ -246,7 +247,7 @@ def evaluate(
     """Evaluate one choice. ``needs`` may be passed if already found for the same strategies and ``regather``.
     ``recomputed``: nodes whose calls are made again in the backward pass.
 
-    Raises ClusterError if a device lists no rate for a dtype that the graph computes in, ValueError for an unknown
+    Raises ClusterError if a device lists no rate for a dtype that the graph computes in, PlanError for an unknown
     optimizer.
     """
     evaluator = Evaluator(graph, cluster, optimizer, Calls(graph), model)
@@ -265,17 +266,19 @@ def update_seconds(
 ) -> Array:
     """Seconds of the optimizer's update on every rank (N,): it reads parameter, gradient and state, writes parameter
     and state, and launches once per parameter that the rank holds any of (assumed: torch's fused and foreach kernels
-    launch less often, its plain loops more)."""
-    known: dict[tuple[int, Placement], int] = {}  # bytes and how they lie -> row
+    launch less often, its plain loops more). Muon's products come to that."""
+    known: dict[tuple[int, Placement, float], int] = {}  # bytes, how they lie, FLOPs -> row
     rows: list[int] = []
     for node in _trained(graph):
         placement = strategies[node.name].outputs[0]
         assert placement is not None
-        rows.append(known.setdefault((node.meta.nbytes, placement), len(known)))
+        key = (node.meta.nbytes, placement, update_flops(optimizer, graph, node))
+        rows.append(known.setdefault(key, len(known)))
     if not rows:
         return np.zeros(cluster.world_size)
-    own = many_local_bytes(known, sizes, cluster.world_size)
-    total: Array = UpdateTable(cluster, optimizer, model).seconds(own)[rows].cumsum(axis=0)[-1]
+    own = many_local_bytes(((nbytes, placement) for nbytes, placement, _ in known), sizes, cluster.world_size)
+    flops = np.array([[flops] for *_, flops in known])
+    total: Array = UpdateTable(cluster, optimizer, model).seconds(own, flops)[rows].cumsum(axis=0)[-1]
     return total
 
 
@@ -294,14 +297,19 @@ class UpdateTable:
         bandwidth = np.array([self.model.bytes_per_s(d, "elementwise") for d in self.cluster.devices])
         return np.array([d.launch_s for d in self.cluster.devices]), passes / bandwidth
 
-    def seconds(self, own_bytes: Array) -> Array:
-        """(..., N) from (..., N)."""
+    def seconds(self, own_bytes: Array, flops: Array | float = 0.0) -> Array:
+        """(..., N) from (..., N); ``flops`` of the products of an update, in bfloat16, of what is held whole."""
         launch, per_byte = self._rates
-        seconds: Array = np.where(own_bytes > 0, launch + own_bytes * per_byte, 0.0)
+        products = flops * self._s_per_flop if np.any(flops) else 0.0
+        seconds: Array = np.where(own_bytes > 0, launch + own_bytes * per_byte + products, 0.0)
         for rank, device in self._measured:
             for place in np.argwhere(own_bytes[..., rank] > 0).tolist():
                 seconds[(*place, rank)] = device.update_seconds(self.optimizer, own_bytes[(*place, rank)])
         return seconds
+
+    @cached_property
+    def _s_per_flop(self) -> Array:
+        return np.array([1.0 / self.model.flops_per_s(d, "matmul", torch.bfloat16) for d in self.cluster.devices])
 
     @cached_property
     def _measured(self) -> tuple[tuple[int, MeasuredDevice], ...]:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hap.conversion import Need, required_results
+from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.cost_models.staging import UNASKED, Pieces, staging_bytes
 from hap.cost_models.strides import Strides, find_strides
 from hap.cost_models.work import is_view
@@ -42,7 +43,6 @@ KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered", "tem
 # Intermediate tensors of the first output's size that an operator of ours holds at its peak (hap/batch_norm.py).
 _INNER = {"batch_norm": 1, "batch_norm_backward": 2}
 RESERVE_FRACTION = 0.1  # of a device's memory, assumed
-_STATES = {"sgd": 0, "sgd+momentum": 1, "adam": 2, "adamw": 2}  # tensors of the parameter's size and dtype
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,6 @@ class MemoryUse:
     @property
     def peak_bytes(self) -> tuple[int, ...]:
         return tuple(sum(kinds.values()) for kinds in self.by_kind)
-
-
-def optimizer_state_bytes(optimizer: str, nbytes: int) -> int:
-    """State for a parameter of ``nbytes``: nothing for sgd, one copy for sgd+momentum, two for adam and adamw. No
-    master copies. ValueError for any other name."""
-    if optimizer not in _STATES:
-        raise ValueError(f"unknown optimizer {optimizer!r} (known: {', '.join(_STATES)})")
-    return _STATES[optimizer] * nbytes
 
 
 def usable_bytes(memory_bytes: int) -> int:

@@ -73,9 +73,10 @@ def plan(
     ``example_inputs``: one *global* batch: a tensor, a tuple or list of positionals, a dict of keywords, or
     ``((args...), {kwargs})``. The loss is ``loss_fn(model(...), *example_targets)``, or the model's own without one.
     ``outputs`` names tensors that the model returns beside the loss (``("logits",)``), which ``program.outputs`` then
-    has, whole, after each step. ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; ``pins``
-    fixes decisions, ``effort`` says how long to search: ``quick``, ``normal``, or ``thorough``, which finds what
-    ``normal`` does and proves more of it. Under ``torch.autocast`` its casts are part of the step. ``profile`` (a
+    has, whole, after each step. ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; for ``muon``
+    and ``adafactor`` parameters whose update is made from all of them stay whole on every rank. ``pins`` fixes
+    decisions, ``effort`` says how long to search: ``quick``, ``normal``, or ``thorough``, which finds what ``normal``
+    does and proves more of it. Under ``torch.autocast`` its casts are part of the step. ``profile`` (a
     ``Profile`` or a file that ``hap profile`` wrote on this cluster) replaces the description's speeds by measured
     ones. ``budget_s``: seconds of search after which the best plan so far is taken; the plan then says so, and is not
     reproducible, which a plan that the budget did not stop is. ``method``: ``milp``,

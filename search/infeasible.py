@@ -6,7 +6,8 @@ from collections import Counter
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.evaluate import Evaluation
-from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import usable_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.search.prices import Facts
 from hap.units import format_size
 

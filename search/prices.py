@@ -24,7 +24,8 @@ import numpy as np
 from hap.cluster import ClusterSpec
 from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.evaluate import Evaluator, UpdateTable
-from hap.cost_models.memory import local_bytes, optimizer_state_bytes
+from hap.cost_models.memory import local_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes, update_flops
 from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
@@ -268,7 +269,8 @@ class Facts:
         placement = strategy.outputs[0]
         if node.op != "parameter" or node.target not in self.graph.gradients or placement is None:
             return np.zeros(n)
-        return self.updates.seconds(local_bytes(node.meta.nbytes, placement, sizes, n))
+        own = local_bytes(node.meta.nbytes, placement, sizes, n)
+        return self.updates.seconds(own, update_flops(self.optimizer, self.graph, node))
 
     @cached_property
     def updates(self) -> UpdateTable:

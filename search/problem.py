@@ -17,9 +17,11 @@ from hap.cluster import ClusterSpec
 from hap.codegen.lowering import Drafts
 from hap.cost_models.compute import parts_seconds
 from hap.cost_models.evaluate import Evaluation, Prepared
+from hap.cost_models.optimizers import sees_whole
+from hap.errors import InfeasibleError
 from hap.fabric import Array
 from hap.hosts_sum import HOSTS_SUM
-from hap.placement import GroupSizes, Shard, Sizes
+from hap.placement import REPLICATE, GroupSizes, Shard, Sizes
 from hap.plan import Recomputed, Strategy
 from hap.rules.choices import Choices, replicated
 from hap.search.classes import Candidates, Classes, find_bundles, find_classes, read_again
@@ -59,7 +61,7 @@ class Problem:
 
     @classmethod
     def state(cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Problem:
-        candidates = _candidates(choices, cluster, pins)
+        candidates = _candidates(choices, cluster, optimizer, pins)
         facts = Facts(choices.graph, candidates, cluster, optimizer)
         classes = find_classes(choices.graph, candidates, colours=facts.colours)
         fixed = _fixed_sizes(choices, pins, cluster.world_size)
@@ -185,9 +187,17 @@ def chosen(strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
     return tuple(map(id, strategies.values()))
 
 
-def _candidates(choices: Choices, cluster: ClusterSpec, pins: Pins) -> Candidates:
-    """On one device a shard is the whole: only pins can ask for one."""
+def _candidates(choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Candidates:
+    """On one device a shard is the whole: only pins can ask for one. What the optimizer must see all of is whole."""
     candidates = pinned_candidates(choices, pins)
+    for node in choices.graph.sources("parameter"):
+        if sees_whole(optimizer, choices.graph, node):
+            seen = tuple(s for s in candidates[node.name] if s.outputs[0] == REPLICATE)
+            if not seen:
+                raise InfeasibleError(
+                    f"{node.target} is pinned to shards, but an update by {optimizer} is made from all of it"
+                )
+            candidates[node.name] = seen
     if cluster.world_size > 1:
         return candidates
     whole = {name: replicated(choices.graph.by_name[name]) for name in candidates}

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import usable_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.errors import InfeasibleError
 from hap.plan import Recomputed
 from hap.search.blocks import LEVELS, Block, What, find_blocks

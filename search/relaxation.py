@@ -47,7 +47,8 @@ import numpy as np
 from ortools.math_opt import model_pb2
 
 from hap.conversion import collective_kind
-from hap.cost_models.memory import optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import usable_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost
 from hap.cost_models.work import is_view

@@ -23,6 +23,7 @@ from hap.cost_models.compute import ComputeTable, Parts
 from hap.cost_models.evaluate import UpdateTable
 from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers
 from hap.cost_models.memory import many_local_bytes
+from hap.cost_models.optimizers import update_flops
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import GroupSizes, Placement, Shard, Sizes
@@ -151,7 +152,8 @@ class Tables:
         elif node.op == "parameter" and node.target in facts.graph.gradients:
             home = strategy.outputs[0]
             assert home is not None
-            self.updates.add(number, (node.meta.nbytes, self._named(home)), many)
+            flops = update_flops(facts.optimizer, facts.graph, node)
+            self.updates.add(number, (node.meta.nbytes, self._named(home), flops), many)
 
     def _moments(self, members: tuple[str, ...], place: int) -> Array:
         """Of so many allocations, how many are there at every moment (MOMENTS,)."""
@@ -281,9 +283,10 @@ class Prices:
 
     def _updates_s(self) -> Array:
         """(updates, N)."""
-        whats = cast(Iterable[tuple[int, Placement]], self.tables.updates.numbers)
-        own = many_local_bytes(whats, self.here, self.cluster.world_size)
-        return UpdateTable(self.cluster, self.facts.optimizer).seconds(own)
+        whats = list(cast(Iterable[tuple[int, Placement, float]], self.tables.updates.numbers))
+        own = many_local_bytes(((nbytes, p) for nbytes, p, _ in whats), self.here, self.cluster.world_size)
+        flops = np.array([flops for *_, flops in whats]).reshape(-1, 1)
+        return UpdateTable(self.cluster, self.facts.optimizer).seconds(own, flops)
 
     def _local(self, entries: _Entries) -> Array:
         """Bytes of every (placement, bytes of the whole) on every rank (what, N)."""

@@ -18,7 +18,9 @@ def plan(
     hf: HuggingFace = None,
     batch: Batch = 8,
     seq: SequenceLength = None,
-    optimizer: Annotated[str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, ...")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, sgd+momentum, muon, adafactor.")
+    ] = "adamw",
     effort: Annotated[
         Literal["quick", "normal", "thorough"],
         typer.Option(help="How long to search; thorough: and to prove how near the best plan is."),

@@ -32,6 +32,7 @@ from hap.runtime import checkpoint
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, in_form
+from hap.runtime.elementwise import mark_shards
 from hap.runtime.scaler import GradScaler
 from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, register, whole_tensor
 from hap.runtime.step import RunStep
@@ -74,6 +75,7 @@ class HapProgram(nn.Module):
             self._shares[slot.name] = nn.Parameter(share, requires_grad=slot.trainable) if is_parameter else share
             register(self, slot.name, self._shares[slot.name])
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
+        self._mark_shards()
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._autocast = Autocast.here().dtype
         self.random_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
@@ -89,7 +91,11 @@ class HapProgram(nn.Module):
         copied: HapProgram = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        copied._mark_shards()
         return copied
+
+    def _mark_shards(self) -> None:
+        mark_shards(self._shares, whole=(slot.name for slot in self._tensors.slots if slot.layout is None))
 
     @property
     def plan(self) -> Plan:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from hap.conversion import find_needs
 from hap.cost_models import best_decomposition, evaluate
+from hap.cost_models.optimizers import update_flops
 from hap.errors import ClusterError
 from hap.graph import Graph, Value, with_inputs
 from hap.plan import Strategy
@@ -56,6 +57,20 @@ def test_the_update_moves_parameter_gradient_and_state() -> None:
     assert sharded.update_s == pytest.approx(1 + 7 * 0.048)
     sgd = evaluate(relu_step(), data_parallel(), SIZES, on, model=IDEAL, optimizer="sgd")
     assert sgd.update_s == pytest.approx(1 + 3 * 0.064)
+
+
+def test_muon_multiplies_what_it_sees_whole() -> None:
+    """Five times 4 x 4 with its transpose, that with itself, and both together with the first: 5 x 3 x 128 FLOP at 2
+    and 1 kFLOP/s; rank 1 ends later by more than it waited for. Nothing for a matrix that is looked up."""
+    found = evaluate(relu_step(), data_parallel(), SIZES, TWO, model=IDEAL, optimizer="muon")
+    without = evaluate(relu_step(), data_parallel(), SIZES, TWO, model=IDEAL)
+    more = [a - b for a, b in zip(found.compute_s, without.compute_s, strict=True)]
+    assert more == pytest.approx([1920 / 2000, 1920 / 1000])
+    assert found.step_s - without.step_s == pytest.approx(1.92)
+    graph = relu_step()
+    (w,) = graph.sources("parameter")
+    looked_up = [replace(n, op="aten.embedding.default") if Value(w.name) in n.inputs else n for n in graph.nodes]
+    assert update_flops("muon", replace(graph, nodes=tuple(looked_up)), w) == 0 < update_flops("muon", graph, w)
 
 
 def test_slices_are_compute() -> None:

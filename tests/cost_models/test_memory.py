@@ -9,7 +9,9 @@ from hap.capture import capture
 from hap.codegen.lowering import lower
 from hap.codegen.program import Call
 from hap.conversion import find_needs
-from hap.cost_models.memory import MemoryUse, Walk, memory_use, optimizer_state_bytes, usable_bytes
+from hap.cost_models.memory import MemoryUse, Walk, memory_use, usable_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes
+from hap.errors import PlanError
 from hap.graph import Graph, Value, with_inputs
 from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.mesh import graph_of, sums_in_order
@@ -103,14 +105,18 @@ def test_the_peak_is_the_sum_of_its_kinds() -> None:
     assert found.peak_bytes == (440, 376)
 
 
-@pytest.mark.parametrize(("optimizer", "factor"), [("sgd", 0), ("sgd+momentum", 1), ("adam", 2), ("adamw", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "factor"), [("sgd", 0), ("sgd+momentum", 1), ("adam", 2), ("adamw", 2), ("muon", 2)]
+)
 def test_optimizer_state(optimizer: str, factor: int) -> None:
     assert optimizer_state_bytes(optimizer, 100) == factor * 100
     assert use({"batch": (5, 3)}, 2, optimizer=optimizer).by_kind[0]["optimizer"] == factor * 64
 
 
 def test_unknown_optimizer() -> None:
-    with pytest.raises(ValueError, match=r"unknown optimizer 'lion' \(known: sgd, sgd\+momentum, adam, adamw\)"):
+    with pytest.raises(
+        PlanError, match=r"unknown optimizer 'lion' \(known: sgd, sgd\+momentum, adam, adamw, muon, adaf"
+    ):
         optimizer_state_bytes("lion", 100)
 
 

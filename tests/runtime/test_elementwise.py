@@ -1,0 +1,258 @@
+"""Optimizers that look at whole parameters: never given shards, and equal to one device where parameters are whole."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import hap
+from hap.capture import capture
+from hap.errors import ProgramError
+from hap.mesh_plan import parse_plan
+from hap.placement import REPLICATE, Shard
+from hap.rules.choices import Choices, choices
+from hap.runtime.elementwise import ELEMENTWISE, is_elementwise
+from tests._support.plans import make_plan, random_sizes, random_strategies, replicated_plan
+from tests._support.ranks import RankError, run_ranks
+
+STEPS, TOLERANCE = 3, 1e-9
+CLUSTER = hap.ClusterSpec.from_yaml("""
+name: three
+hosts:
+  - name: h
+    devices: [{name: d, tflops: {float64: 1, float32: 2, bfloat16: 2}, memory: 8GB, memory_bandwidth: 9GB/s, count: 3}]
+    link: {bandwidth: 10GB/s, latency: 1us}
+""")
+HOSTS = hap.ClusterSpec.from_yaml("""
+name: two and one
+hosts:
+  - name: a
+    devices: [{name: d, tflops: {float64: 1, float32: 2, bfloat16: 2}, memory: 8GB, memory_bandwidth: 9GB/s, count: 2}]
+    link: {bandwidth: 10GB/s, latency: 1us}
+    network: {bandwidth: 10GB/s, latency: 1us}
+  - name: b
+    devices: [{name: e, tflops: {float64: 1, float32: 2, bfloat16: 2}, memory: 8GB, memory_bandwidth: 9GB/s}]
+    network: {bandwidth: 10GB/s, latency: 1us}
+""")
+UNEVEN = (4, 2, 1)
+
+
+class Lion(torch.optim.Optimizer):
+    """Signs of momentum, element by element, as others write it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            one, two = group["betas"]
+            for p in group["params"]:
+                kept = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.sub_(kept.mul(one).add(p.grad, alpha=1 - one).sign_(), alpha=group["lr"])
+                kept.mul_(two).add_(p.grad, alpha=1 - two)
+
+
+class Lars(torch.optim.Optimizer):
+    """A step as long as the parameter's norm over the gradient's."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "note": "not an argument"})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * float(p.norm() / p.grad.norm()))
+
+
+class OwnSgd(torch.optim.SGD):
+    """A subclass may do anything: it is tried out."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad - p.grad.mean(0, keepdim=True), alpha=group["lr"])
+
+
+class Secret(torch.optim.Optimizer):
+    """Needs to be told more than its options say."""
+
+    def __init__(self, params: Any, key: object) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        """Does nothing."""
+
+
+def some() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3, 2))]
+
+
+def test_of_torchs_own_each_is_what_trying_it_out_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)}
+    tried = kinds - {torch.optim.Optimizer, torch.optim.LBFGS, torch.optim.SparseAdam}
+    monkeypatch.setattr("hap.runtime.elementwise.ELEMENTWISE", frozenset())
+    monkeypatch.setattr("hap.runtime.elementwise.PLANNED", {})
+    assert {k for k in tried if is_elementwise(k(some()))} == ELEMENTWISE
+    assert {k for k in tried if is_elementwise(k(some())) is False} == {torch.optim.Muon, torch.optim.Adafactor}
+    assert is_elementwise(torch.optim.LBFGS(some())) is False
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (Lion(some()), True),
+        (Lion(some(), lr=0.0), True),
+        (torch.optim.AdamW(some(), amsgrad=True, fused=True), True),
+        (Lars(some()), False),
+        (OwnSgd(some()), False),
+        (Secret(some(), key=0), None),
+    ],
+)
+def test_others_are_tried_out(optimizer: torch.optim.Optimizer, expected: bool | None) -> None:
+    before = torch.random.get_rng_state()
+    assert is_elementwise(optimizer) is expected
+    assert torch.random.get_rng_state().equal(before)
+
+
+# ---- on ranks ----
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(13, 12)
+        self.layer = nn.TransformerEncoderLayer(12, 3, 16, dropout=0.0, batch_first=True, bias=False)
+        self.head = nn.Linear(12, 13)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.layer(self.table(ids))).flatten(0, 1), ids.flatten())
+
+
+def model(seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model().double()
+
+
+def ids(step: int = 0) -> torch.Tensor:
+    return torch.randint(0, 13, (7, 4), generator=torch.Generator().manual_seed(step))
+
+
+def found() -> Choices:
+    return choices(capture(model(), ids()))
+
+
+def sharded_plan(seed: int, ranks: int) -> str:
+    source = random.Random(seed)
+    strategies = random_strategies(found(), source)
+    return make_plan(found(), strategies, random_sizes(found(), ranks, source), world_size=ranks).to_json()
+
+
+def optimizers(kind: str, named: Any) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices but the embedding's, AdamW for the rest; the others for all."""
+    parameters = dict(named)
+    if kind != "Muon":
+        options = {"Adafactor": {"lr": 0.05}, "LBFGS": {"lr": 0.3, "max_iter": 4}}[kind]
+        return [getattr(torch.optim, kind)(parameters.values(), **options)]
+    matrices = [p for name, p in parameters.items() if p.dim() == 2 and "table" not in name]
+    rest = [p for name, p in parameters.items() if p.dim() != 2 or "table" in name]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.02)]
+
+
+def train(rank: int, text: str, kind: str) -> tuple[list[float], dict[str, Any]]:
+    program = hap.compile(model(), plan=parse_plan(text), example_inputs=ids())  # type: ignore[arg-type]
+    chosen, losses = optimizers(kind, program.named_parameters()), list[float]()
+
+    def closure() -> torch.Tensor:
+        program.zero_grad()
+        loss = program(program.shard_batch(ids(len(losses))))
+        loss.backward()
+        return loss
+
+    for _ in range(STEPS):
+        if kind == "LBFGS":
+            losses.append(chosen[0].step(closure).item())
+            continue
+        losses.append(closure().item())
+        for optimizer in chosen:
+            optimizer.step()
+    return losses, {name: tensor.numpy() for name, tensor in program.state_dict().items()}
+
+
+def assert_trains_as_one_device(text: str, kind: str) -> None:
+    losses, state = train(0, replicated_plan(found().graph).to_json(), kind)
+    assert losses[0] > losses[-1]
+    for found_losses, found_state in run_ranks(3, train, text, kind):
+        assert found_losses == pytest.approx(losses, rel=TOLERANCE)
+        for name, whole in state.items():
+            numpy.testing.assert_allclose(found_state[name], whole, TOLERANCE, TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [("Muon", "muon"), ("Adafactor", "adafactor"), ("LBFGS", "sgd")])
+def test_a_plan_for_it_trains_as_one_device(kind: str, optimizer: str) -> None:
+    pins = hap.Pins(placements={"args.0": "S(0)", **({"*": "R"} if kind == "LBFGS" else {})}, ratios=UNEVEN)
+    plan = hap.plan(model(), CLUSTER, example_inputs=ids(), optimizer=optimizer, pins=pins)
+    assert UNEVEN in [group.sizes for group in plan.groups.values()]
+    assert_trains_as_one_device(plan.to_json(), kind)
+
+
+def test_so_does_one_of_two_axes() -> None:
+    mesh = hap.plan_mesh(model(), HOSTS, example_inputs=ids(), optimizer="muon")
+    assert mesh.provenance.world_size == 3
+    assert_trains_as_one_device(mesh.to_json(), "Muon")
+
+
+def test_what_muon_need_not_see_may_be_in_shards() -> None:
+    graph = found().graph
+    pins = hap.Pins(placements={"table.weight": "S(0)", "layer.norm1.weight": "S(0)"})
+    plan = hap.plan(model(), CLUSTER, example_inputs=ids(), optimizer="muon", pins=pins)
+    lies = {n.target: plan.strategy(n.name).outputs[0] for n in graph.sources("parameter")}
+    assert isinstance(lies["table.weight"], Shard) and isinstance(lies["layer.norm1.weight"], Shard)
+    assert lies["layer.linear1.weight"] == lies["head.weight"] == REPLICATE
+    with pytest.raises(hap.HapError, match=r"head.weight is pinned to shards, but an update by muon is made from all"):
+        hap.plan(
+            model(), CLUSTER, example_inputs=ids(), optimizer="muon", pins=hap.Pins(placements={"head.weight": "S(0)"})
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"), [("Muon", "optimizer='muon'"), ("Adafactor", "optimizer='adafactor'"), ("LBFGS", "pins=")]
+)
+def test_shards_are_refused(kind: str, remedy: str) -> None:
+    with pytest.raises(
+        RankError, match=rf"{kind} makes an update from whole parameters, .* in shards: plan with {remedy}"
+    ):
+        run_ranks(2, train, sharded_plan(3, 2), kind)
+
+
+def warned(rank: int, text: str) -> str:
+    program = hap.compile(model(), plan=parse_plan(text), example_inputs=ids())  # type: ignore[arg-type]
+    optimizer = Secret(program.parameters(), key=0)
+    with pytest.warns(UserWarning, match="Secret could not be tried out") as caught:
+        optimizer.step()
+        optimizer.step()
+    assert len(caught) == 1, "once"
+    added = torch.optim.Muon([p for p in program.parameters() if p.dim() == 2])
+    try:
+        added.step()
+    except ProgramError as e:
+        return str(e)
+    return ""
+
+
+def test_who_cannot_be_tried_out_is_warned_of() -> None:
+    assert all("Muon makes an update" in said for said in run_ranks(2, warned, sharded_plan(3, 2)))
+
+
+def test_a_program_whose_parameters_are_whole_takes_any() -> None:
+    program = hap.compile(model(), plan=replicated_plan(found().graph), example_inputs=ids())
+    program(ids()).backward()
+    Secret(program.parameters(), key=0).step()
+    Lars(program.parameters()).step()

@@ -115,7 +115,7 @@ def plan_graph(
     assert chosen is not None, "a search ends with a plan, or raises"
     number, (search, best, overlapped_s) = chosen
     return assemble_plan(
-        choices,
+        search.problem.choices,
         search.problem.cluster,
         best.strategies,
         best.sizes,

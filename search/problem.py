@@ -26,6 +26,7 @@ from hap.plan import Recomputed, Strategy
 from hap.rules.choices import Choices, replicated
 from hap.search.classes import Candidates, Classes, find_bundles, find_classes, read_again
 from hap.search.milp import Skeleton, make_skeleton
+from hap.search.owners import is_owned, with_owners
 from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts
 from hap.search.ratios import Shares
@@ -61,18 +62,19 @@ class Problem:
 
     @classmethod
     def state(cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Problem:
+        choices, owned = with_owners(choices, cluster, optimizer)
         candidates = _candidates(choices, cluster, optimizer, pins)
         facts = Facts(choices.graph, candidates, cluster, optimizer)
         classes = find_classes(choices.graph, candidates, colours=facts.colours)
-        fixed = _fixed_sizes(choices, pins, cluster.world_size)
+        fixed = _fixed_sizes(choices, pins, cluster.world_size) | owned
         found = find_bundles(classes, candidates)
         free = (tuple(name for name in bundle if name not in fixed) for bundle in found)
         return cls(choices, cluster, optimizer, pins, facts, classes, fixed, tuple(b for b in free if b))
 
     def on(self, cluster: ClusterSpec) -> Problem:
         """The same on another cluster. Nothing may be pinned to ranks."""
-        assert not self.fixed, "sizes are pinned for other ranks"
-        if cluster.world_size == 1:
+        assert not self.pins.sizes and self.pins.ratios is None, "sizes are pinned for other ranks"
+        if cluster.world_size == 1 or self.fixed:
             return Problem.state(self.choices, cluster, self.optimizer, self.pins)
         facts = self.facts.on(cluster)
         return replace(self, cluster=cluster, facts=facts, shared={}, larger=self, _tables={}, _prepared={})
@@ -188,11 +190,12 @@ def chosen(strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
 
 
 def _candidates(choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Candidates:
-    """On one device a shard is the whole: only pins can ask for one. What the optimizer must see all of is whole."""
+    """On one device a shard is the whole: only pins can ask for one. What the optimizer must see all of is whole, or
+    with its owner."""
     candidates = pinned_candidates(choices, pins)
     for node in choices.graph.sources("parameter"):
         if sees_whole(optimizer, choices.graph, node):
-            seen = tuple(s for s in candidates[node.name] if s.outputs[0] == REPLICATE)
+            seen = tuple(s for s in candidates[node.name] if s.outputs[0] == REPLICATE or is_owned(s))
             if not seen:
                 raise InfeasibleError(
                     f"{node.target} is pinned to shards, but an update by {optimizer} is made from all of it"

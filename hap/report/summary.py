@@ -9,6 +9,7 @@ at rest          before use                             in words
 replicated       nothing                                copied on every rank (as data parallel does)
 sharded          all-gathered                           sharded, gathered for use (ZeRO, FSDP)
 sharded          nothing                                used in shards (tensor parallel)
+whole on one     all-gathered                           of one rank each, gathered for use
 sharded          moved to another shard                 sharded, dealt out anew for use
 replicated       sliced                                 copied, used in shards
 ===============  =====================================  ==========================================
@@ -42,6 +43,7 @@ from hap.starting import how_to_start, in_words, left_out, with_all
 
 COPIED = "copied on every rank"
 GATHERED = "sharded, gathered for use (ZeRO, FSDP)"
+OWNED = "of one rank each, gathered for use"
 SPLIT = "used in shards (tensor parallel)"
 MOVED = "sharded, dealt out anew for use"
 SLICED = "copied, used in shards"
@@ -89,7 +91,8 @@ def parameter_uses(plan: Plan) -> tuple[Use, ...]:
         home = plan.strategy(node).outputs[0]
         kinds = converted.get(node, set())
         if isinstance(home, Shard):
-            words = GATHERED if "all_gather" in kinds else MOVED if "all_to_all" in kinds else SPLIT
+            gathered = OWNED if max(plan.groups[home.group].sizes) == home.n else GATHERED
+            words = gathered if "all_gather" in kinds else MOVED if "all_to_all" in kinds else SPLIT
         else:
             words = SLICED if "slice" in kinds else COPIED
         pattern = re.sub(r"_\d+(?=_|$)", ".*", node.removeprefix("p_"))

@@ -3,7 +3,7 @@
 ``torch.optim.Muon``, ``Adafactor`` and ``LBFGS``, LAMB, Shampoo and others make an update from whole parameters. A rank
 that holds a shard would step without an error, and train another model than one device does. So before a step of any
 optimizer that was given shards of a program it is asked, once, whether it treats every element by itself: of torch's
-own that is known, of others it is tried out, on a small matrix and on its pieces.
+own that is known, of others it is tried out, on a small matrix and on its pieces. Muon may have what one rank owns.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hap.codegen.layout import Layout
 from hap.errors import ProgramError
 
 _OPTIM = torch.optim
@@ -25,32 +26,43 @@ ELEMENTWISE = frozenset(
     {_OPTIM.SGD, _OPTIM.Adam, _OPTIM.AdamW, _OPTIM.Adamax, _OPTIM.NAdam, _OPTIM.RAdam, _OPTIM.ASGD, _OPTIM.Rprop}
     | {_OPTIM.Adagrad, _OPTIM.Adadelta, _OPTIM.RMSprop}
 )
+ONE_BY_ONE = frozenset({_OPTIM.Muon})  # parameters: such as one rank has whole, and the others nothing of, will do
 PLANNED = {_OPTIM.Muon: "muon", _OPTIM.Adafactor: "adafactor"}  # names that ``hap.plan(optimizer=...)`` knows
 SHAPE, ROWS, COLUMNS = (6, 10), (2, 4), (7, 3)  # of the matrix that is tried, and how it is cut
 NEAR = 1e-6  # of an update; what is made from other elements differs by much more
 _SHARD = "_hap_shard"  # the attribute that names a shard's parameter
+
+
+class _Shard(NamedTuple):
+    """The parameter that a rank has a part of; ``has_owner``: one rank has all of it."""
+
+    name: str
+    has_owner: bool
+
+
 _asked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # with so many parameters
 _hooked: list[Any] = []
 
 
-def mark_shards(shards: Mapping[str, torch.Tensor], whole: Iterable[str]) -> None:
-    """A rank's parts of parameters, but for those that are ``whole``. From now on optimizers are looked at."""
-    everything = frozenset(whole)
-    for name, share in shards.items():
-        if isinstance(share, nn.Parameter) and name not in everything:
-            setattr(share, _SHARD, name)
+def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout | None]) -> None:
+    """What a rank holds of each of these parameters. From now on optimizers are looked at."""
+    for name, layout in layouts.items():
+        if layout is not None:
+            has_owner = max(layout.sizes) == sum(layout.sizes)
+            setattr(shares[name], _SHARD, _Shard(name, has_owner))
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _asked.get(optimizer) == count:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if _asked.get(optimizer) == len(parameters):
         return
-    shards = [name for group in optimizer.param_groups for p in group["params"] if (name := getattr(p, _SHARD, None))]
+    held = [shard for p in parameters if (shard := getattr(p, _SHARD, None))]
+    shards = [s.name for s in held if not (s.has_owner and type(optimizer) in ONE_BY_ONE)]
     if shards:
         _check(optimizer, shards)
-    _asked[optimizer] = count
+    _asked[optimizer] = len(parameters)
 
 
 def _check(optimizer: torch.optim.Optimizer, shards: list[str]) -> None:

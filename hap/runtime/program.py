@@ -95,7 +95,8 @@ class HapProgram(nn.Module):
         return copied
 
     def _mark_shards(self) -> None:
-        mark_shards(self._shares, whole=(slot.name for slot in self._tensors.slots if slot.layout is None))
+        layouts = {slot.name: slot.layout for slot in self._tensors.slots if slot.kind == "parameter"}
+        mark_shards(self._shares, layouts)
 
     @property
     def plan(self) -> Plan:

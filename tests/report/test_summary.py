@@ -4,7 +4,7 @@ import pytest
 
 from hap.cluster import ClusterSpec
 from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance
-from hap.report.summary import COPIED, GATHERED, SPLIT, batch_group, parameter_lines, parameter_uses, summarize
+from hap.report.summary import COPIED, GATHERED, OWNED, SPLIT, batch_group, parameter_lines, parameter_uses, summarize
 from hap.report.words import counted, listed, percent, quantity, seconds, sizes_in_words, table
 from tests.report.plans import cluster_of_1024, thousand
 
@@ -94,6 +94,12 @@ def test_words_come_from_placements(plan: Plan) -> None:
         ("h.*_mlp_weight", GATHERED),
         ("h.*_attn_weight", SPLIT),
     ]
+
+
+def test_what_one_rank_has_all_of_is_told_apart(plan: Plan) -> None:
+    groups = {**plan.groups, "rows": plan.groups["rows"].model_copy(update={"sizes": (0, 8)})}
+    uses = parameter_uses(plan.model_copy(update={"groups": groups}))
+    assert [u.words for u in uses] == [COPIED, OWNED, OWNED, SPLIT]
 
 
 def test_of_alike_layers_it_is_told_how_many_are_so(plan: Plan) -> None:

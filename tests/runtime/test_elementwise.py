@@ -203,6 +203,17 @@ def test_a_plan_for_it_trains_as_one_device(kind: str, optimizer: str) -> None:
     assert_trains_as_one_device(plan.to_json(), kind)
 
 
+def test_a_matrix_may_be_of_one_rank() -> None:
+    """Each of a rank of its own choosing; some ranks own several, and what Muon is not for is in shards."""
+    pins = {"args.0": "S(0)", "*": "S(0)", "head.bias": "R"}
+    plan = hap.plan(model(), CLUSTER, example_inputs=ids(), optimizer="muon", pins=hap.Pins(placements=pins))
+    owned = [group.sizes for name, group in plan.groups.items() if name.startswith("own")]
+    assert len(owned) == 5 and {sizes.index(sum(sizes)) for sizes in owned} == {0, 1, 2}
+    assert_trains_as_one_device(plan.to_json(), "Muon")
+    with pytest.raises(RankError, match="Adafactor makes an update from whole parameters"):
+        run_ranks(3, train, plan.to_json(), "Adafactor")
+
+
 def test_so_does_one_of_two_axes() -> None:
     mesh = hap.plan_mesh(model(), HOSTS, example_inputs=ids(), optimizer="muon")
     assert mesh.provenance.world_size == 3
@@ -218,7 +229,7 @@ def test_what_muon_need_not_see_may_be_in_shards() -> None:
     assert lies["layer.linear1.weight"] == lies["head.weight"] == REPLICATE
     with pytest.raises(hap.HapError, match=r"head.weight is pinned to shards, but an update by muon is made from all"):
         hap.plan(
-            model(), CLUSTER, example_inputs=ids(), optimizer="muon", pins=hap.Pins(placements={"head.weight": "S(0)"})
+            model(), CLUSTER, example_inputs=ids(), optimizer="muon", pins=hap.Pins(placements={"head.weight": "S(1)"})
         )
 
 

@@ -31,7 +31,7 @@ from hap.cost_models.memory import (
     many_local_bytes,
     usable_bytes,
 )
-from hap.cost_models.optimizers import optimizer_state_bytes, update_flops
+from hap.cost_models.optimizers import NEWTON_SCHULZ, PRODUCTS, optimizer_state_bytes, update_flops
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
@@ -300,11 +300,14 @@ class UpdateTable:
     def seconds(self, own_bytes: Array, flops: Array | float = 0.0) -> Array:
         """(..., N) from (..., N); ``flops`` of the products of an update, in bfloat16, of what is held whole."""
         launch, per_byte = self._rates
-        products = flops * self._s_per_flop if np.any(flops) else 0.0
+        products: Array | float = 0.0
+        if np.any(flops):
+            products = np.where(flops, NEWTON_SCHULZ * PRODUCTS * launch + flops * self._s_per_flop, 0.0)
         seconds: Array = np.where(own_bytes > 0, launch + own_bytes * per_byte + products, 0.0)
         for rank, device in self._measured:
             for place in np.argwhere(own_bytes[..., rank] > 0).tolist():
-                seconds[(*place, rank)] = device.update_seconds(self.optimizer, own_bytes[(*place, rank)])
+                of = float(np.broadcast_to(flops, own_bytes.shape)[(*place, rank)])
+                seconds[(*place, rank)] = device.update_seconds(self.optimizer, own_bytes[(*place, rank)], of)
         return seconds
 
     @cached_property

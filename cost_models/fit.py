@@ -185,6 +185,14 @@ def fit_update(*, parameters: Sequence[int], nbytes: Sequence[int], seconds: Seq
     return UpdateFit(parameter_s=each, s_per_byte=per_byte, residual=float(np.median(errors)), samples=len(seconds))
 
 
+def with_products(fit: UpdateFit, flops: Sequence[float], nbytes: Sequence[int], seconds: Sequence[float]) -> UpdateFit:
+    """Of updates of single matrices, what ``fit`` does not have."""
+    rest = [max(1e-9, s - fit.parameter_s - fit.s_per_byte * n) for s, n in zip(seconds, nbytes, strict=True)]
+    columns = np.array([np.ones(len(flops)), flops]).T
+    matrix_s, s_per_flop = non_negative(columns, np.array(rest)).tolist()
+    return fit.model_copy(update={"matrix_s": matrix_s, "s_per_flop": s_per_flop})
+
+
 def fit_copies(timings: Sequence[CopyTiming]) -> dict[str, CopyFit]:
     """By ``collective/decomposition``."""
     groups: dict[str, list[CopyTiming]] = {}

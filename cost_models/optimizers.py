@@ -14,7 +14,8 @@ from typing import NamedTuple
 from hap.errors import PlanError
 from hap.graph import Graph, Node, Value
 
-NEWTON_SCHULZ = 5  # steps, torch's default
+NEWTON_SCHULZ = 5  # steps, torch's default, ...
+PRODUCTS = 3  # ... each of so many calls
 EMBEDDING = frozenset({"aten.embedding.default"})
 
 
@@ -61,7 +62,12 @@ def update_flops(optimizer: str, graph: Graph, node: Node) -> float:
     X X^T, its square, and their sum times X."""
     if optimizer != "muon" or not sees_whole(optimizer, graph, node):
         return 0.0
-    m, n = sorted(node.meta.shape)
+    return newton_schulz_flops(*node.meta.shape)
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Of the products that make a matrix orthogonal."""
+    m, n = sorted((rows, columns))
     return float(NEWTON_SCHULZ * (2 * m * m * n + 2 * m**3 + 2 * m * m * n))
 
 

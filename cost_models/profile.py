@@ -93,12 +93,15 @@ class CopyFit(_Frozen):
 
 class UpdateFit(_Frozen):
     """An optimizer's update: ``parameter_s`` for each parameter of which the rank holds any, with what a step takes for
-    having it, and ``s_per_byte`` of what it holds. ``residual``: the median relative error over whole models."""
+    having it, and ``s_per_byte`` of what it holds. ``residual``: the median relative error over whole models. Of Muon
+    this is AdamW's; ``matrix_s`` for each matrix that it makes orthogonal, and ``s_per_flop`` of that, come to it."""
 
     parameter_s: float
     s_per_byte: float
     residual: float
     samples: int
+    matrix_s: float = 0.0
+    s_per_flop: float = 0.0
 
 
 class DeviceKind(_Frozen):
@@ -242,13 +245,15 @@ class MeasuredDevice(Device):
             )
         return (fit.seconds(*work) * self.kind.in_step + self.kind.node_s) * self.factor
 
-    def update_seconds(self, optimizer: str, own_bytes: float) -> float:
-        """Seconds of the optimizer's update of one parameter of which the device holds ``own_bytes``."""
+    def update_seconds(self, optimizer: str, own_bytes: float, flops: float = 0.0) -> float:
+        """Seconds of the optimizer's update of one parameter of which the device holds ``own_bytes``; ``flops``: of its
+        products (``optimizers``)."""
         if optimizer not in self.kind.updates:
             known = ", ".join(self.kind.updates)
             raise ProfileError(f"the profile has no update of optimizer {optimizer!r} (only {known})")
         fit = self.kind.updates[optimizer]
-        return (fit.parameter_s + fit.s_per_byte * own_bytes) * self.factor
+        products_s = fit.matrix_s + fit.s_per_flop * flops if flops else 0.0
+        return (fit.parameter_s + fit.s_per_byte * own_bytes + products_s) * self.factor
 
 
 class CalibratedCluster(ClusterSpec):

@@ -38,7 +38,9 @@ def profile(
     cluster_out: Annotated[Path, typer.Option(metavar="X.yaml", help="Write the discovered cluster here.")] = Path(
         "cluster.yaml"
     ),
-    optimizer: Annotated[str, typer.Option(help="Whose update is measured: adamw, adam, sgd, sgd+momentum.")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help="Whose update is measured: adamw, adam, sgd, sgd+momentum, muon, adafactor.")
+    ] = "adamw",
     emulate: Annotated[bool, typer.Option("--emulate", help="CPU ranks play the cluster's unequal devices.")] = False,
     testbed: Annotated[
         bool, typer.Option("--testbed", help="On benchmarks/testbed, from a checkout, as root.")

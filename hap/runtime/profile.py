@@ -13,6 +13,7 @@ stretches it. A measurement that is too noisy is refused: ``TOO_NOISY``.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,9 @@ from hap.cost_models.fit import (
     fit_timings,
     fit_update,
     pool,
+    with_products,
 )
+from hap.cost_models.optimizers import KINDS, newton_schulz_flops
 from hap.cost_models.profile import DeviceKind, LinkProfile, Profile, ProfileError, RankProfile, UpdateFit
 from hap.graph import Graph
 from hap.plan import Strategy
@@ -43,6 +46,7 @@ from hap.runtime.profile_ops import Clock, time_calls
 from hap.runtime.profile_step import GraphTiming, ShareTiming, overheads, time_graph, time_share
 from hap.runtime.profile_wire import measure_collectives, measure_links
 
+MATRICES = ((64, 64), (256, 1024), (512, 2048))  # float32, whose update by Muon is timed
 TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
 SAME_KIND = 0.1  # a rank whose calls take this much more or less than its kind's has a factor of its own
 
@@ -74,11 +78,12 @@ def measure(
     together = dist.barrier if comm.world_size > 1 else _alone
     steps = [time_graph(graph, calls, clock, makers, together) for graph, _ in graphs]
     parts = [time_share(graph, candidates, timings, clock, together) for graph, candidates in graphs]
+    muon = time_muon(clock) if "muon" in optimizers else None
     memory = torch.cuda.get_device_properties(comm.device).total_memory if comm.device.type == "cuda" else None
     links = measure_links(comm.device) if comm.world_size > 1 else ()
     bare = _profile(
         cluster,
-        [_Rank(timings, around, steps, parts, [], memory)] * cluster.world_size,
+        [_Rank(timings, around, steps, parts, [], memory, muon)] * cluster.world_size,
         links,
         (),
         (),
@@ -86,7 +91,7 @@ def measure(
         0.0,
     )
     wire, copies = measure_collectives(bare.calibrate(cluster), comm, clock)
-    everyone = comm.gather_objects(_Rank(timings, around, steps, parts, list(copies), memory))
+    everyone = comm.gather_objects(_Rank(timings, around, steps, parts, list(copies), memory, muon))
     found = _profile(cluster, everyone, links, wire, conditions, slowdown, time.perf_counter() - started)
     text = comm.from_rank_zero(found.model_dump_json())
     profile = Profile.model_validate_json(text)
@@ -104,6 +109,7 @@ class _Rank:
     parts: list[ShareTiming]
     copies: list[CopyTiming]
     memory_bytes: int | None
+    muon: list[float] | None  # seconds of an update of ``MATRICES``
 
 
 def _alone() -> None:
@@ -113,7 +119,7 @@ def _alone() -> None:
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
     """torch's optimizer of one of the names that plans know (``cost_models.memory``)."""
     match name:
-        case "adamw":
+        case "adamw" | "muon":  # of Muon what it is not for; its products are measured by themselves
             return torch.optim.AdamW(parameters, lr=1e-3)
         case "adam":
             return torch.optim.Adam(parameters, lr=1e-3)
@@ -121,7 +127,19 @@ def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.SGD(parameters, lr=1e-3)
         case "sgd+momentum":
             return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
-    raise ProfileError(f"unknown optimizer {name!r} (known: adamw, adam, sgd, sgd+momentum)")
+        case "adafactor":
+            return torch.optim.Adafactor(parameters, lr=1e-3)
+    raise ProfileError(f"unknown optimizer {name!r} (known: {', '.join(KINDS)})")
+
+
+def time_muon(clock: Clock) -> list[float]:
+    """Seconds of an update of each of ``MATRICES``."""
+    found = []
+    for shape in MATRICES:
+        matrix = torch.nn.Parameter(torch.randn(shape, device=clock.device))
+        matrix.grad = torch.randn(shape, device=clock.device)
+        found.append(clock.seconds(torch.optim.Muon([matrix], lr=1e-3).step)[0])
+    return found
 
 
 def _profile(
@@ -190,11 +208,16 @@ def _alike(members: Sequence[_Rank]) -> list[tuple[GraphTiming, ...]]:
 def _update(optimizer: str, members: Sequence[_Rank]) -> UpdateFit:
     each = statistics.median([m.around[optimizer][1] for m in members])
     graphs = _alike(members)
-    return fit_update(
+    fit = fit_update(
         parameters=[1, *(same[0].parameters for same in graphs)],
         nbytes=[0, *(same[0].nbytes for same in graphs)],
         seconds=[each, *(statistics.median([s.updates[optimizer] for s in same]) for same in graphs)],
     )
+    muon = [m.muon for m in members if m.muon is not None]
+    if optimizer != "muon" or not muon:
+        return fit
+    flops, nbytes = [newton_schulz_flops(*shape) for shape in MATRICES], [4 * math.prod(shape) for shape in MATRICES]
+    return with_products(fit, flops, nbytes, [statistics.median(same) for same in zip(*muon, strict=True)])
 
 
 def _check_noise(profile: Profile) -> None:

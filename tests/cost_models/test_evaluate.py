@@ -67,6 +67,9 @@ def test_muon_multiplies_what_it_sees_whole() -> None:
     more = [a - b for a, b in zip(found.compute_s, without.compute_s, strict=True)]
     assert more == pytest.approx([1920 / 2000, 1920 / 1000])
     assert found.step_s - without.step_s == pytest.approx(1.92)
+    slow_launches = cluster([1000, 1000], tflops=[1e6, 1e6], memory_bandwidth="1kB/s", launch="1s")
+    found = evaluate(relu_step(), data_parallel(), SIZES, slow_launches, model=IDEAL, optimizer="muon")
+    assert found.update_s == pytest.approx(1 + 15 + 7 * 0.064)
     graph = relu_step()
     (w,) = graph.sources("parameter")
     looked_up = [replace(n, op="aten.embedding.default") if Value(w.name) in n.inputs else n for n in graph.nodes]

@@ -20,7 +20,9 @@ from hap.cost_models.fit import (
     non_decreasing,
     non_negative,
     pool,
+    with_products,
 )
+from hap.cost_models.profile import UpdateFit
 
 positive = st.floats(1e-9, 1e-3)
 
@@ -112,3 +114,13 @@ def test_steps_and_updates() -> None:
     assert fit_steps(calls=[], nodes=[], seconds=[]) == (1.0, 0.0)
     found = fit_update(parameters=[1, 4, 8], nbytes=[0, 1000, 500], seconds=[2.0, 9.0, 16.5])
     assert (found.parameter_s, found.s_per_byte) == pytest.approx((2.0, 1e-3))
+
+
+def test_products_are_what_an_update_takes_beside() -> None:
+    """Three matrices of 1, 4 and 8 bytes, beside an update of 2 s and one a byte: 3 s each, and 0.5 s a FLOP."""
+    base = UpdateFit(parameter_s=2.0, s_per_byte=1.0, residual=0.0, samples=1)
+    found = with_products(base, flops=[2, 10, 20], nbytes=[1, 4, 8], seconds=[3 + 3 + 1, 6 + 3 + 5, 10 + 3 + 10])
+    assert (found.matrix_s, found.s_per_flop) == pytest.approx((3.0, 0.5))
+    assert (found.parameter_s, found.s_per_byte) == (2.0, 1.0)
+    less = with_products(base, flops=[2, 10], nbytes=[1, 4], seconds=[1.0, 2.0])  # than the rest alone: noise
+    assert (less.matrix_s, less.s_per_flop) == pytest.approx((0.0, 0.0), abs=1e-8)

@@ -111,6 +111,15 @@ def test_a_step_by_hand() -> None:
     assert simulate(relu_step(), data_parallel(), {"batch": (5, 3)}, on).step_s == pytest.approx(found.step_s)
 
 
+def test_muon_as_measured() -> None:
+    """The update as above, and for the one matrix of 1920 FLOP 5 s and 0.01 s each; twice that on rank 1."""
+    muon = UpdateFit(parameter_s=3.0, s_per_byte=0.5, residual=0.0, samples=1, matrix_s=5.0, s_per_flop=0.01)
+    on = made(kind={"updates": {"adamw": muon, "muon": muon}}).calibrate(TWO)
+    found = [evaluate(relu_step(), data_parallel(), {"batch": (5, 3)}, on, optimizer=o) for o in ("muon", "adamw")]
+    more = [a - b for a, b in zip(*(f.compute_s for f in found), strict=True)]
+    assert more == pytest.approx([24.2, 48.4])
+
+
 def test_the_timeline_knows_who_is_done_before_others() -> None:
     """The slower rank decides throughout. If the other is done first, nothing changes; if it is itself done when it
     comes, none of its time is spent on the wire, of which there are two collectives, each packed in half a second."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -176,6 +177,18 @@ def optimizers(kind: str, named: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.02)]
 
 
+def steps(program: hap.HapProgram, chosen: list[torch.optim.Optimizer], numbers: range) -> list[float]:
+    losses = []
+    for step in numbers:
+        program.zero_grad()
+        loss = program(program.shard_batch(ids(step)))
+        loss.backward()
+        for optimizer in chosen:
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def train(rank: int, text: str, kind: str) -> tuple[list[float], dict[str, Any]]:
     program = hap.compile(model(), plan=parse_plan(text), example_inputs=ids())  # type: ignore[arg-type]
     chosen, losses = optimizers(kind, program.named_parameters()), list[float]()
@@ -186,13 +199,11 @@ def train(rank: int, text: str, kind: str) -> tuple[list[float], dict[str, Any]]
         loss.backward()
         return loss
 
-    for _ in range(STEPS):
-        if kind == "LBFGS":
+    if kind == "LBFGS":
+        for _ in range(STEPS):
             losses.append(chosen[0].step(closure).item())
-            continue
-        losses.append(closure().item())
-        for optimizer in chosen:
-            optimizer.step()
+    else:
+        losses = steps(program, chosen, range(STEPS))
     return losses, {name: tensor.numpy() for name, tensor in program.state_dict().items()}
 
 
@@ -278,3 +289,30 @@ def test_a_program_whose_parameters_are_whole_takes_any() -> None:
     program(ids()).backward()
     Secret(program.parameters(), key=0).step()
     Lars(program.parameters()).step()
+
+
+def begin(rank: int, text: str, directory: str) -> list[float]:
+    """Three steps with Muon, saved after the first."""
+    program = hap.compile(model(), plan=parse_plan(text), example_inputs=ids())  # type: ignore[arg-type]
+    chosen = optimizers("Muon", program.named_parameters())
+    first = steps(program, chosen, range(1))
+    program.save_checkpoint(directory, *chosen)
+    return first + steps(program, chosen, range(1, STEPS))
+
+
+def go_on(rank: int, text: str, directory: str) -> list[float]:
+    program = hap.compile(model(9), plan=parse_plan(text), example_inputs=ids())  # type: ignore[arg-type]
+    chosen = optimizers("Muon", program.named_parameters())
+    program.load_checkpoint(directory, *chosen)
+    return steps(program, chosen, range(1, STEPS))
+
+
+@pytest.mark.parametrize("owned_first", [True, False])
+def test_momentum_goes_on_from_the_owner_to_all_and_back(owned_first: bool, tmp_path: Path) -> None:
+    pins = hap.Pins(placements={"args.0": "S(0)", "*": "S(0)", "head.bias": "R"})
+    owned = hap.plan(model(), CLUSTER, example_inputs=ids(), optimizer="muon", pins=pins).to_json()
+    plans = [(owned, 3), (replicated_plan(found().graph, 2).to_json(), 2)][:: 1 if owned_first else -1]
+    (first, ranks), (second, others) = plans
+    expected = run_ranks(ranks, begin, first, str(tmp_path))[0]
+    for losses in run_ranks(others, go_on, second, str(tmp_path)):
+        assert losses == pytest.approx(expected[1:], rel=TOLERANCE)

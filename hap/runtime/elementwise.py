@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ ELEMENTWISE = frozenset(
 ONE_BY_ONE = frozenset({_OPTIM.Muon})  # parameters: such as one rank has whole, and the others nothing of, will do
 PLANNED = {_OPTIM.Muon: "muon", _OPTIM.Adafactor: "adafactor"}  # names that ``hap.plan(optimizer=...)`` knows
 SHAPE, ROWS, COLUMNS = (6, 10), (2, 4), (7, 3)  # of the matrix that is tried, and how it is cut
+LENGTHS = ("lr", "initial_lr", "weight_decay")
+STEPS, WANDERING = 32, 0.3  # some precondition from the twentieth step on
 NEAR = 1e-6  # of an update; what is made from other elements differs by much more
 _SHARD = "_hap_shard"  # the attribute that names a shard's parameter
 
@@ -90,29 +92,47 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
         return True
     if kind in PLANNED or kind is torch.optim.LBFGS:
         return False
+    found = {repr(key): _are_pieces_alike(optimizer, group) for key, group in _unlike(optimizer)}.values()
+    return False if False in found else None if None in found else True
+
+
+def _unlike(optimizer: torch.optim.Optimizer) -> Iterator[tuple[object, Mapping[str, Any]]]:
+    """The options of every group of parameters, and what tells them apart: not how far a step goes."""
+    for group in optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k != "params"}
+        if options.get("lr") == 0:  # at the beginning of a warm-up
+            options["lr"] = 1e-3
+        yield sorted((k, repr(v)) for k, v in options.items() if k not in LENGTHS), options
+
+
+def _are_pieces_alike(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool | None:
+    """Whether a matrix that is cut ends where it ends in one piece; None if it does not move, or that fails."""
     try:
         with torch.random.fork_rng(devices=[]):
-            whole = _stepped(optimizer, [SHAPE])
-            pieces = [_stepped(optimizer, [(n, SHAPE[1]) for n in ROWS], 0)]
-            pieces.append(_stepped(optimizer, [(SHAPE[0], n) for n in COLUMNS], 1))
+            whole = _stepped(optimizer, options, [SHAPE[0]], 0)
+            pieces = [_stepped(optimizer, options, ROWS, 0), _stepped(optimizer, options, COLUMNS, 1)]
     except Exception:  # of somebody else's class: whatever it is, nothing was found out
         return None
     moved = (whole - _matrix(0)).abs().max()
     return None if moved == 0 else all(bool((found - whole).abs().max() <= NEAR * moved) for found in pieces)
 
 
-def _stepped(optimizer: torch.optim.Optimizer, shapes: list[tuple[int, int]], dim: int = 0) -> torch.Tensor:
-    """The matrix after two steps of optimizers like this one, each for a piece of it."""
+def _stepped(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], lengths: Sequence[int], dim: int
+) -> torch.Tensor:
+    """The matrix after some steps of optimizers like this one, each for a piece of it. Gradients go one way, as those
+    need that find out how far to step, and not by the same length, as others scale them by what they were."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
-    options = {k: v for k, v in optimizer.defaults.items() if takes_all or k in accepted}
-    if options.get("lr") == 0:  # at the beginning of a warm-up
-        options["lr"] = 1e-3
-    lengths = [shape[dim] for shape in shapes]
-    parts = [nn.Parameter(part.clone()) for part in _matrix(0).split(lengths, dim)]
-    each = [type(optimizer)([part], **options) for part in parts]
-    for step in (1, 2):
-        for one, part, gradient in zip(each, parts, _matrix(step).split(lengths, dim), strict=True):
+    defaults = {k: v for k, v in {**optimizer.defaults, **options}.items() if takes_all or k in accepted}
+    parts = [nn.Parameter(part.clone()) for part in _matrix(0).split(list(lengths), dim)]
+    each = [type(optimizer)([{**options, "params": [part]}], **defaults) for part in parts]
+    for one in each:
+        if callable(mode := getattr(one, "train", None)):  # schedule-free ones have modes
+            mode()
+    for step in range(2, 2 + STEPS):
+        whole = (_matrix(1) + WANDERING * _matrix(step)) * (1 + step % 3)
+        for one, part, gradient in zip(each, parts, whole.split(list(lengths), dim), strict=True):
             part.grad = gradient.clone()
             one.step()
     return torch.cat([part.detach() for part in parts], dim)

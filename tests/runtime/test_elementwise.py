@@ -74,6 +74,39 @@ class Lars(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] * float(p.norm() / p.grad.norm()))
 
 
+class Grouped(torch.optim.Optimizer):
+    """What it does is said by a group of parameters, as GaLore's rank is."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad - p.grad.mean() if "centred" in group else p.grad, alpha=group["lr"])
+
+
+class Grower(torch.optim.Optimizer):
+    """Finds out how far to step, from all that it has seen, after a while; it is to be told that it trains."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+        self.mode, self.steps, self.seen = "", 0, 0.0
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert self.mode == "train"
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.seen += float(p.grad.abs().sum())
+                p.sub_(p.grad, alpha=group["lr"] * (1.0 if self.steps < 10 else self.seen))
+
+
 class OwnSgd(torch.optim.SGD):
     """A subclass may do anything: it is tried out."""
 
@@ -123,6 +156,9 @@ def test_of_torchs_own_each_is_what_trying_it_out_says(monkeypatch: pytest.Monke
         (Lion(some(), lr=0.0), True),
         (torch.optim.AdamW(some(), amsgrad=True, fused=True), True),
         (Lars(some()), False),
+        (Grouped(some()), True),
+        (Grouped([{"params": some()}, {"params": some(), "lr": 0.0, "centred": True}]), False),
+        (Grower(some()), False),
         (OwnSgd(some()), False),
         (Secret(some(), key=0), None),
     ],

@@ -2,9 +2,10 @@
 
 Most optimizers treat every element of a parameter by itself, so a rank updates its shard alone. Others do not: Muon
 makes each matrix's momentum orthogonal, by five steps of Newton and Schulz in bfloat16 that multiply it with itself;
-Adafactor keeps means of rows and columns, and scales an update by the parameter's norm. Such parameters are whole on
-every rank, in every plan for that optimizer, and every rank makes the same update. Muon is for matrices alone: what an
-embedding looks up, and whatever has not two dims, is AdamW's, as its authors do it.
+Adafactor keeps means of rows and columns, and scales an update by the parameter's norm. In a plan for such an optimizer
+these parameters are in no shards: whole on every rank, all of which make the same update, or, of Muon, whole on one
+(``search.owners``). Muon is for matrices alone: what an embedding looks up, and whatever has not two dims, is AdamW's,
+as its authors do it.
 """
 
 from __future__ import annotations

@@ -74,15 +74,14 @@ def plan(
     ``((args...), {kwargs})``. The loss is ``loss_fn(model(...), *example_targets)``, or the model's own without one.
     ``outputs`` names tensors that the model returns beside the loss (``("logits",)``), which ``program.outputs`` then
     has, whole, after each step. ``optimizer`` (``adamw``, ``sgd``, ...) is whose state must fit in memory; for ``muon``
-    and ``adafactor`` parameters whose update is made from all of them stay whole on every rank. ``pins`` fixes
-    decisions, ``effort`` says how long to search: ``quick``, ``normal``, or ``thorough``, which finds what ``normal``
-    does and proves more of it. Under ``torch.autocast`` its casts are part of the step. ``profile`` (a
-    ``Profile`` or a file that ``hap profile`` wrote on this cluster) replaces the description's speeds by measured
-    ones. ``budget_s``: seconds of search after which the best plan so far is taken; the plan then says so, and is not
-    reproducible, which a plan that the budget did not stop is. ``method``: ``milp``,
-    or ``astar`` to have the strategies synthesised, which takes longer. ``leave_out``: the slowest kinds of devices may
-    be left out where a step is shorter without them; the plan is then for the others, on which the job is to be started
-    (``hap.starting``), and names those that it leaves out.
+    and ``adafactor`` what an update is made from is in no shards. ``pins`` fixes decisions, ``effort`` says how long to
+    search: ``quick``, ``normal``, or ``thorough``, which finds what ``normal`` does and proves more of it. Under
+    ``torch.autocast`` its casts are part of the step. ``profile`` (a ``Profile`` or a file that ``hap profile`` wrote
+    on this cluster) replaces the description's speeds by measured ones. ``budget_s``: seconds of search after which the
+    best plan so far is taken; the plan then says so, and is not reproducible, which a plan that the budget did not stop
+    is. ``method``: ``milp``, or ``astar`` to have the strategies synthesised, which takes longer. ``leave_out``: the
+    slowest kinds of devices may be left out where a step is shorter without them; the plan is then for the others, on
+    which the job is to be started (``hap.starting``), and names those that it leaves out.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """

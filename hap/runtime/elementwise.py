@@ -49,7 +49,7 @@ _hooked: list[Any] = []
 def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout | None]) -> None:
     """What a rank holds of each of these parameters. From now on optimizers are looked at."""
     for name, layout in layouts.items():
-        if layout is not None:
+        if layout is not None and len(layout.sizes) > 1:
             has_owner = max(layout.sizes) == sum(layout.sizes)
             setattr(shares[name], _SHARD, _Shard(name, has_owner))
     if not _hooked:

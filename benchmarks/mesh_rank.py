@@ -1,4 +1,4 @@
-"""What a rank runs in ``benchmarks/mesh.py``: plans of one and of two axes for one model, in turns."""
+"""What a rank runs in ``benchmarks/mesh.py`` and ``benchmarks/owners.py``: plans for one model, in turns."""
 
 from __future__ import annotations
 
@@ -41,15 +41,27 @@ class Contestant:
     def __init__(self, built: BuiltModel, plan: str) -> None:
         given: dict[str, Any] = {"example_inputs": built.example_inputs, "example_targets": built.example_targets}
         self.program = hap.compile(built.model, plan=parse_plan(plan), loss_fn=built.loss_fn, **given)
-        self.optimizer = torch.optim.AdamW(self.program.parameters(), lr=RATE)
+        self.optimizers = optimizers_of(built, self.program, self.program.plan.provenance.optimizer)
         self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
 
     def step(self) -> float:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.program.zero_grad(set_to_none=True)
         loss = self.program(self.batch, targets=self.targets)
         loss.backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return float(loss.detach())
+
+
+def optimizers_of(built: BuiltModel, program: hap.HapProgram, name: str) -> list[torch.optim.Optimizer]:
+    """AdamW, or Muon for the matrices that no embedding looks up and AdamW for the rest."""
+    if name != "muon":
+        return [torch.optim.AdamW(program.parameters(), lr=RATE)]
+    tables = {f"{n}.weight" for n, module in built.model.named_modules() if isinstance(module, torch.nn.Embedding)}
+    named = dict(program.named_parameters())
+    matrices = [n for n, p in named.items() if p.dim() == 2 and n not in tables]
+    rest = [p for n, p in named.items() if n not in matrices]
+    return [torch.optim.Muon([named[n] for n in matrices], lr=RATE), torch.optim.AdamW(rest, lr=RATE)]
 
 
 def race(rank: int, model: str, batch: int, plans: Mapping[str, str], rounds: int) -> dict[str, Result]:

@@ -52,7 +52,7 @@ class Result(NamedTuple):
     losses: tuple[float, ...]
 
 
-def calibrate(rank: int, cluster: str, models: Sequence[str]) -> str:
+def calibrate(rank: int, cluster: str, models: Sequence[str], optimizer: str = "adamw") -> str:
     """The profile's JSON of the cluster (given as YAML), measured on the bed with the models' calls."""
     torch.set_num_threads(1)
     graphs = []
@@ -64,7 +64,7 @@ def calibrate(rank: int, cluster: str, models: Sequence[str]) -> str:
         graphs.append((graph, choices(graph).strategies))
     spec, comm = ClusterSpec.from_yaml(cluster), Communicator(dist.group.WORLD)
     said = ("testbed, deadline mode: compute is CPU time x slow-down",)
-    found = measure(spec, comm, graphs, optimizers=("adamw",), slowdown=own_slowdown(), conditions=said)
+    found = measure(spec, comm, graphs, optimizers=(optimizer,), slowdown=own_slowdown(), conditions=said)
     return found.model_dump_json()
 
 

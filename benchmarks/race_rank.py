@@ -68,6 +68,9 @@ def calibrate(rank: int, cluster: str, models: Sequence[str], optimizer: str = "
     return found.model_dump_json()
 
 
+Enter = Callable[[str, str, Sequence[int], Sequence[int], str, str, str], "Contestant"]
+
+
 class Contestant(Protocol):
     """``step`` returns this rank's contribution to the global loss."""
 
@@ -299,8 +302,9 @@ def race(
     cluster: str,
     profile: str,
     rounds: int,
+    enter: Enter = enter,
 ) -> dict[str, Result]:
-    """Every contestant named, by name; they take turns, a block of steps each."""
+    """Every contestant named, by name, made by ``enter``; they take turns, a block of steps each."""
     torch.set_num_threads(1)
     found, paces, losses = dict[str, Contestant](), dict[str, Deadline](), dict[str, tuple[float, ...]]()
     for name in names:

@@ -8,17 +8,22 @@ The backward takes each saved value out of ``saved`` where it first reads it, an
 use (FX writes ``name = None``), so memory falls as the backward proceeds. A loss that may be late is a third module:
 
     loss(comm, *crossing)            -> loss                       crossing: returned by forward in the loss's place
+
+and of gradients of several batches that travel once there are other backward parts (``hap.codegen.accumulate``):
+
+    backward(comm, saved, tangent)   -> (gradients, local)
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from hap.codegen.accumulate import BackwardPart
 from hap.codegen.call import bundle_arguments, collective_arguments, map_leaves, returns_many
 from hap.codegen.late import LateLoss
 from hap.codegen.program import Call, Convert, Instruction, Program, RankDevice, Start, Together, Wait
@@ -67,14 +72,29 @@ def to_loss_module(program: Program, late: LateLoss, rank: int, device: torch.de
     return emitter.finish(emitter.values[program.loss], "Loss")
 
 
+def to_part_module(
+    program: Program, part: BackwardPart, rank: int, device: torch.device | str = "cpu"
+) -> fx.GraphModule:
+    """``backward(comm, saved, tangent) -> (gradients, local)`` of another backward part of the program."""
+    emitter, gradients = _backward(program, part.instructions, part.gradients, rank, torch.device(device))
+    return emitter.finish((gradients, {name: emitter.read(name) for name in part.local}), "Backward")
+
+
 def _backward_module(program: Program, rank: int, device: torch.device) -> fx.GraphModule:
+    emitter, gradients = _backward(program, program.backward, program.gradients, rank, device)
+    return emitter.finish(gradients, "Backward")
+
+
+def _backward(
+    program: Program, part: Sequence[Instruction], gradients: Mapping[str, str], rank: int, device: torch.device
+) -> tuple[_Emitter, dict[str, fx.Node]]:
     emitter = _Emitter(program, rank, device)
     emitter.saved = emitter.graph.placeholder("saved")
     tangent = emitter.graph.placeholder("tangent")
     if program.tangent is not None:
         emitter.values[program.tangent] = tangent
-    emitter.run(program.backward)
-    return emitter.finish({target: emitter.read(name) for target, name in program.gradients.items()}, "Backward")
+    emitter.run(part)
+    return emitter, {target: emitter.read(name) for target, name in gradients.items()}
 
 
 # The same operators through torch's own bindings, which reach the kernel in two thirds of an overload's time (1.4 us

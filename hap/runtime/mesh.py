@@ -105,6 +105,9 @@ class MeshProgram(HapProgram):
             dataset_len, size, to_ranks, self._comm.rank, shuffle=shuffle, seed=seed, to_hosts=to_hosts, host=self._host
         )
 
+    def no_sync(self) -> NoReturn:
+        raise ProgramError("a plan of two axes sums gradients over the ranks in every backward pass: plan on one axis")
+
     @property
     def _everyone(self) -> Communicator:
         assert isinstance(self._comm, HostCommunicator)

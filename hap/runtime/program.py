@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from hap.codegen.source import to_python
 from hap.errors import ProgramError
 from hap.plan import Plan
 from hap.runtime import checkpoint
+from hap.runtime.accumulate import Unsummed
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, in_form
@@ -75,6 +77,7 @@ class HapProgram(nn.Module):
             self._shares[slot.name] = nn.Parameter(share, requires_grad=slot.trainable) if is_parameter else share
             register(self, slot.name, self._shares[slot.name])
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
+        self._unsummed, self._sums = Unsummed(self._shares), True
         self._mark_shards()
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._autocast = Autocast.here().dtype
@@ -87,11 +90,12 @@ class HapProgram(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> HapProgram:
         """A program with parameters and buffers of its own, such as ``torch.optim.swa_utils.AveragedModel`` makes; what
         was compiled is the same. Local."""
-        memo |= {id(same): same for same in (self._plan, self._program, self._passes, self._tensors)}
+        memo |= {id(same): same for same in (self._plan, self._program, self._passes, self._tensors, self._unsummed)}
         copied: HapProgram = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         copied._mark_shards()
+        copied._unsummed = Unsummed(copied._shares)
         return copied
 
     def _mark_shards(self) -> None:
@@ -151,7 +155,8 @@ class HapProgram(nn.Module):
         updates: dict[str, torch.Tensor] = {}
         if torch.is_grad_enabled():
             shares = [self._shares[name] for name in self._trainable]
-            loss: torch.Tensor = RunStep.apply(variant.step, sources, updates, self._trainable, *shares)
+            backward = self._unsummed.together if self._sums else self._unsummed.apart
+            loss: torch.Tensor = RunStep.apply(variant.step, sources, updates, self._trainable, backward, *shares)
         else:
             loss, found = variant.step.evaluate(sources)
             updates.update(found)
@@ -161,6 +166,25 @@ class HapProgram(nn.Module):
             for target, value in kept.items():
                 self._shares[target].copy_(value)
         return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Losses of programs called inside leave gradients unsummed, as ``DistributedDataParallel.no_sync`` has it:
+
+            with program.no_sync():
+                for batch in all_but_the_last:
+                    program(**batch).backward()
+            program(**last).backward()      # sums what all of them left
+
+        Gradients that only consist of sums over the ranks are then added up by every rank for itself, whole, and
+        summed once; the memory for that is not in the plan. Until then their ``.grad`` is zeros, and clipping them or
+        an optimizer's step is a ProgramError. On every rank alike.
+        """
+        before, self._sums = self._sums, False
+        try:
+            yield
+        finally:
+            self._sums = before
 
     @property
     def outputs(self) -> Mapping[str, torch.Tensor]:
@@ -205,6 +229,7 @@ class HapProgram(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` would on one device; returns the global norm. Collective."""
+        self._unsummed.check("clip_grad_norm_()")
         found = [(s, self._shares[s.name].grad) for s in self._tensors.slots if s.trainable]
         present = [(gradient, slot.layout is not None) for slot, gradient in found if gradient is not None]
         total = global_norm(present, norm_type, self._comm)
@@ -213,6 +238,7 @@ class HapProgram(nn.Module):
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient of every trainable parameter that has one, on the CPU of every rank. Collective."""
+        self._unsummed.check("full_gradients()")
         found = {slot: self._shares[slot.name].grad for slot in self._tensors.slots if slot.trainable}
         return {slot.name: whole_tensor(slot, g, self._comm) for slot, g in found.items() if g is not None}
 

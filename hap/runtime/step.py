@@ -1,6 +1,7 @@
 """One rank's compiled step as an autograd function: forward part, backward part, and what crosses between them.
 
-``loss.backward()`` runs the backward part with the incoming tangent, so scaled losses and gradient accumulation work.
+``loss.backward()`` runs the backward part with the incoming tangent, so scaled losses and gradient accumulation work;
+where gradients are summed over the ranks once for several batches it runs another (``hap.codegen.accumulate``).
 Values that cross are held in a dict that the backward part empties, so memory falls as it proceeds; a second backward
 through the same step is therefore refused. Parameters, buffers and inputs that cross are checked not to have been
 written in between.
@@ -9,15 +10,16 @@ written in between.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
-from hap.codegen.fx import to_forward_module, to_graph_modules, to_loss_module
+from hap.codegen.accumulate import Accumulation, find_accumulation
+from hap.codegen.fx import to_forward_module, to_graph_modules, to_loss_module, to_part_module
 from hap.codegen.late import late_loss
 from hap.codegen.program import Program
 from hap.errors import ProgramError
@@ -25,6 +27,8 @@ from hap.runtime.collectives import Communicator
 from hap.runtime.late import LateTensor
 
 Tensors = Mapping[str, torch.Tensor]
+PartName = Literal["apart", "together", "remainder"]
+Backward = Callable[["Step", dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]
 
 
 class Step:
@@ -38,7 +42,8 @@ class Step:
         self.forward_module, self.backward_module = modules
         self._loss_module = None if self._late is None else to_loss_module(program, self._late, comm.rank, comm.device)
         self._evaluation: fx.GraphModule | None = None
-        self._shared: tuple[str, ...] | None = None  # gradients that a backward part hands out in memory not their own
+        self._parts: dict[str, fx.GraphModule] = {}  # backward parts for gradients that several batches have
+        self._shared: dict[str, tuple[str, ...]] = {}  # part -> gradients that it hands out in memory not their own
         self._updated = {s.name for s in program.sources_of("buffer") if s.target in program.updates}
         self._sources = [s.name for s in program.forward_sources]
         self._kept_sources = [name for name in program.saved if name in set(self._sources)]
@@ -76,14 +81,54 @@ class Step:
             loss: torch.Tensor = self._loss_module(self.comm, *crossing)
         return loss
 
-    def backward(self, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Gradient of this rank's share of each trainable parameter, each in memory of its own."""
+    def backward(
+        self,
+        saved: dict[str, torch.Tensor],
+        tangent: torch.Tensor,
+        earlier: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Gradient of this rank's share of each trainable parameter, each in memory of its own. ``earlier``: what
+        earlier batches left."""
+        if earlier:
+            saved |= {self.accumulation.earlier[name]: found for name, found in earlier.items()}
+            gradients, _ = self._run("together", saved, tangent)
+            return gradients
         with self._uncast():
-            gradients: dict[str, torch.Tensor] = self.backward_module(self.comm, saved, tangent)
+            gradients = self.backward_module(self.comm, saved, tangent)
         self.comm.finish()
-        if self._shared is None:
-            self._shared = _not_alone(gradients)
-        for name in self._shared:
+        return self._alone("whole", gradients)
+
+    @cached_property
+    def accumulation(self) -> Accumulation:
+        """How gradients of several batches are summed over the ranks once."""
+        return find_accumulation(self.program)
+
+    def backward_apart(
+        self, saved: dict[str, torch.Tensor], tangent: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], ...]:
+        """(gradients but for the deferred ones, what is local of those)."""
+        return self._run("apart", saved, tangent)
+
+    def sum_up(self, earlier: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The deferred gradients, of what earlier batches left alone."""
+        gradients, _ = self._run("remainder", dict(earlier), None)
+        return gradients
+
+    def _run(
+        self, part: PartName, saved: dict[str, torch.Tensor], tangent: torch.Tensor | None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        if part not in self._parts:
+            made = getattr(self.accumulation, part)
+            self._parts[part] = to_part_module(self.program, made, self.comm.rank, self.comm.device)
+        with self._uncast():
+            gradients, local = self._parts[part](self.comm, saved, tangent)
+        self.comm.finish()
+        return self._alone(part, gradients), local
+
+    def _alone(self, part: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if part not in self._shared:
+            self._shared[part] = _not_alone(gradients)
+        for name in self._shared[part]:
             gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)
         return gradients
 
@@ -98,7 +143,8 @@ class Step:
 
 
 class RunStep(torch.autograd.Function):
-    """``apply(step, sources, updates, names, *trainable shares) -> loss``; buffer updates are put into ``updates``."""
+    """``apply(step, sources, updates, names, backward, *trainable shares) -> loss``; buffer updates are put into
+    ``updates``. ``backward(step, saved, tangent)`` makes the gradients."""
 
     @staticmethod
     def forward(
@@ -107,11 +153,12 @@ class RunStep(torch.autograd.Function):
         sources: Tensors,
         updates: dict[str, torch.Tensor],
         names: tuple[str, ...],
+        backward: Backward,
         *trainable: torch.Tensor,
     ) -> torch.Tensor:
         loss, found, saved = step.forward(sources)
         updates.update(found)
-        ctx.step, ctx.saved, ctx.names = step, saved, names
+        ctx.step, ctx.saved, ctx.names, ctx.make = step, saved, names, backward
         ctx.versions = step.versions(sources)
         ctx.arrival = loss.arrival if isinstance(loss, LateTensor) else None
         return loss
@@ -125,10 +172,10 @@ class RunStep(torch.autograd.Function):
         for name, version in ctx.versions.items():
             if saved[name]._version != version:
                 raise ProgramError(f"{name} was written between the step's forward and its backward")
-        gradients = ctx.step.backward(saved, tangent)
+        gradients = ctx.make(ctx.step, saved, tangent)
         if ctx.arrival is not None:
             ctx.arrival.value()  # it is here by now; nothing is left under way when a step ends
-        return (None, None, None, None, *(gradients.get(name) for name in ctx.names))
+        return (None, None, None, None, None, *(gradients.get(name) for name in ctx.names))
 
 
 def _not_alone(gradients: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

@@ -1,0 +1,109 @@
+"""Steps of several batches, measured: gradients summed over unequal ranks once a step, or in every backward pass.
+
+    python benchmarks/accumulate.py [--quick] [--rounds 2] [--clusters both,links]
+
+The race's models, clusters and bed; a profile of each cluster is measured first. A step has four batches. HAP's plan,
+one for both, with all backward passes but the last under ``no_sync()``, and without; beside them DDP with batches in
+proportion to speed, under its own ``no_sync()``. They take turns in one run; steps are those of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.accumulate_rank import BATCHES, DDP, EACH, ONCE, enter
+from benchmarks.common import Report, Spread, parse
+from benchmarks.race import CLUSTERS, chosen, cluster, dealt, entry_of, profiled
+from benchmarks.race_models import MODELS, build
+from benchmarks.race_rank import race
+from benchmarks.testbed import Testbed
+from hap.capture import capture
+from hap.cost_models.profile import CalibratedCluster
+from hap.rules.choices import choices
+from hap.runtime.emulate import measure_host
+from hap.search.planner import plan_graph
+
+NAME = "accumulate"
+WHO = (ONCE, EACH, DDP)
+CASES = ("both", "links", "compute")
+ROUNDS, SESSIONS = 2, 2
+NEAR = 1e-3  # relatively, of losses
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on one cluster."""
+
+    case: str
+    steps: dict[str, Spread]
+
+    def over(self, who: str) -> float:
+        return self.steps[who].median / self.steps[ONCE].median
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clusters", default="", help=f"some of {', '.join(CLUSTERS)}; default: {', '.join(CASES)}")
+    parser.add_argument("--rounds", type=int, default=0, help="blocks of two steps in a session")
+    options = parse(NAME, "Gradients of several batches: summed once a step, or each time.", argv, parser)
+    report = Report(NAME, f"Steps of {BATCHES} batches: gradients summed once, or in every backward pass", options)
+    models = ("GPT-2",) if options.quick else tuple(MODELS)
+    rounds = options.extra.rounds or (1 if options.quick else ROUNDS)
+    call_s, rows = measure_host().launch_s, []
+    for name in chosen(options.extra.clusters, CLUSTERS, CASES[:1] if options.quick else CASES):
+        told = profiled(name, call_s, models)
+        for model in models:
+            rows.append(run(model, name, told, rounds))
+            print(rows[-1], flush=True)
+    write(report, rows)
+
+
+def run(model: str, name: str, told: CalibratedCluster, rounds: int) -> Row:
+    built = build(model)
+    given = {"loss_fn": built.loss_fn, "example_targets": built.example_targets, "name": model}
+    plan = plan_graph(choices(capture(built.model, built.example_inputs, **given)), told)
+    batch = len(built.example_inputs)
+    sizes, equal = dealt(batch, CLUSTERS[name][0]), dealt(batch, (1,) * 4)
+    texts = (plan.to_json(), told.described.to_yaml(), told.profile.model_dump_json())
+    with Testbed(cluster(name)) as bed:
+        found = [bed.run(race, WHO, model, sizes, equal, *texts, rounds, enter, timeout=900.0) for _ in range(SESSIONS)]
+    entries = {who: entry_of([[ranks[who] for ranks in session] for session in found]) for who in WHO}
+    for who in WHO:
+        for a, b in zip(entries[who].losses, entries[DDP].losses, strict=True):
+            assert math.isclose(a, b, rel_tol=NEAR), f"{model}, {name}: {who} has loss {a}, DDP {b}"
+    return Row(f"{model}, {name}", {who: entries[who].steps for who in WHO})
+
+
+def write(report: Report, rows: Sequence[Row]) -> None:
+    report.figure("cases", len(rows))
+    for who, key in ((EACH, "summed_each_time"), (DDP, "ddp_no_sync")):
+        report.figure(f"best_over_{key}", max(r.over(who) for r in rows))
+        report.figure(f"worst_over_{key}", min(r.over(who) for r in rows))
+    cells = [
+        (
+            r.case,
+            *(t for w in WHO for t in (f"{1e3 * r.steps[w].median:.0f}", f"{r.steps[w].relative:.0%}")),
+            f"{r.over(EACH):.2f}",
+            f"{r.over(DDP):.2f}",
+        )
+        for r in rows
+    ]
+    columns = ["case", "once ms", "spread", "each time ms", "spread", "DDP ms", "spread", "over each time", "over DDP"]
+    report.table(f"Interleaved, slowest rank, {BATCHES} batches a step", columns, cells)
+    report.text(
+        "Emulated speeds, real bytes: compute is this machine's CPU, stretched to a device's speed by deadline; links "
+        "are shaped by the kernel. All three of a case took turns in one run. Plans are made for a sum in every "
+        "backward pass: the search knows nothing of what is deferred."
+    )
+    report.write(None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Who runs in ``benchmarks/accumulate.py``: contestants of the race whose steps have several batches each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.race_models import build
+from benchmarks.race_rank import Contestant, Ddp, Hap
+
+ONCE, EACH, DDP = "HAP", "HAP, summed each time", "DDP, by speed"
+BATCHES = 4  # of a step
+
+
+def _accumulate(batch: Callable[[], torch.Tensor], apart: Callable[[], AbstractContextManager[None]]) -> float:
+    """One step's backward passes, all but the last of them ``apart``; the losses' mean."""
+    total = 0.0
+    for place in range(BATCHES):
+        with apart() if place < BATCHES - 1 else nullcontext():
+            loss = batch() / BATCHES
+            loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+class HapBatches(Hap):
+    """``apart``: by ``no_sync()``."""
+
+    apart = True
+
+    def step(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        no_sync = self.program.no_sync if self.apart else nullcontext
+        loss = _accumulate(lambda: self.program(self.batch, targets=self.targets), no_sync)
+        self.optimizer.step()
+        return loss / dist.get_world_size()
+
+
+class HapEach(HapBatches):
+    apart = False
+
+
+class DdpBatches(Ddp):
+    def step(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = _accumulate(
+            lambda: self.share * self.loss_fn(self.module(self.batch), self.targets), self.module.no_sync
+        )
+        if self.pace is not None:
+            self.pace.resume_after_unseen_wait()
+        self.optimizer.step()
+        return loss
+
+
+def enter(
+    name: str, model: str, sizes: Sequence[int], equal: Sequence[int], plan: str, cluster: str, profile: str
+) -> Contestant:
+    """A fresh contestant. Collective."""
+    built = build(model)
+    if name == DDP:
+        return DdpBatches(built, sizes)
+    return {ONCE: HapBatches, EACH: HapEach}[name](built, plan, cluster, profile, ())

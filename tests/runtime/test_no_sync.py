@@ -1,0 +1,254 @@
+"""Gradients of several batches, summed over the ranks once: as one process adds them up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hap
+from benchmarks.zoo_models.reference import SameDraws
+from hap.codegen.accumulate import find_accumulation
+from hap.codegen.lowering import lower
+from hap.codegen.passes.runner import run_passes, standard_passes
+from hap.codegen.program import Call, converts
+from hap.errors import ProgramError
+from hap.plan import Plan
+from hap.runtime.program import HapProgram
+from tests._support import cases, gpt2
+from tests._support.ranks import run_ranks
+from tests.runtime.test_features_batches import apart, batch, net, net_plans, worst_gradient
+from tests.runtime.test_features_precision import batch as narrow_batch
+from tests.runtime.test_features_precision import compiled as narrow_program
+from tests.runtime.test_features_precision import net as narrow_net
+from tests.runtime.test_features_precision import zero_plan
+
+TOLERANCE = 1e-10
+Data = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+STEPS = ((8, 8, 8), (8, 3, 8), (3, 3, 8), (8, 3), (8,), (8, 8))  # sizes of the batches of one step
+
+
+def language(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return (gpt2.batch(step, size),) * 2
+
+
+def compiled(plan: Plan, data: Data) -> HapProgram:
+    x, y = data(0)
+    build, loss_fn = parts(data)
+    return hap.compile(build(), plan=plan, example_inputs=(x,), example_targets=y, loss_fn=loss_fn)
+
+
+def parts(data: Data) -> tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]:
+    return (net, nn.functional.cross_entropy) if data is batch else (gpt2.build, gpt2.lm_loss)
+
+
+# ---- equality ----
+
+
+def train_in_parts(rank: int, plans: dict[str, Plan], data: Data) -> dict[str, list[float]]:
+    return {name: train_one(compiled(plan, data), data) for name, plan in plans.items()}
+
+
+def train_one(program: HapProgram, data: Data) -> list[float]:
+    """Errors of the gradients of every step, of several batches each, and of what is trained by them."""
+    build, loss_fn = parts(data)
+    model, found = build(), []
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (program, model))
+    for number, sizes in enumerate(STEPS):
+        for place, size in enumerate(sizes):
+            x, y = data(10 * number + place, size)
+            seed = program.random_seed
+            share, targets = program.shard_batch((x,), y)
+            if place < len(sizes) - 1:
+                with program.no_sync():
+                    (program(*share, targets=targets) / len(sizes)).backward()
+            else:
+                (program(*share, targets=targets) / len(sizes)).backward()
+            with SameDraws(seed):
+                (loss_fn(model(x), y) / len(sizes)).backward()
+        found.append(worst_gradient(program, model))
+        norms = program.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        found.append(apart(*norms))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    state = program.state_dict()  # AdamW makes something of the rounding of the bias in front of a batch norm
+    return [*found, *(apart(state[n], p.detach()) for n, p in model.named_parameters() if n != "inward.bias")]
+
+
+@pytest.mark.parametrize("data", [batch, language], ids=["batch norm and dropout", "gpt2"])
+def test_steps_of_several_batches_are_those_of_one_process(data: Data) -> None:
+    plans = net_plans()
+    if data is language:
+        plans = {"data": cases.data_parallel((5, 2, 1)), "zero": cases.zero((5, 0, 3), regather=True)}
+        plans |= {"tensor": cases.tensor_parallel((3, 2, 1))} | {f"any {n}": cases.anything(n) for n in range(3)}
+    for rank in run_ranks(3, train_in_parts, plans, data):
+        assert rank.keys() == plans.keys()
+        for name, errors in rank.items():
+            assert len(errors) > 2 * len(STEPS) and max(errors) < TOLERANCE, (name, errors)
+
+
+def train_under_autocast(rank: int, dtype: torch.dtype, plan: Plan) -> float:
+    """The worst gradient of four batches, beside those of one process."""
+    program, model, worst = narrow_program(plan, dtype), narrow_net(), 0.0
+    for place in range(4):
+        x, y = narrow_batch(place)
+        share, targets = program.shard_batch((x,), y)
+        with torch.autocast("cpu", dtype):
+            if place < 3:
+                with program.no_sync():
+                    program(*share, targets=targets).backward()
+            else:
+                program(*share, targets=targets).backward()
+            expected = nn.functional.cross_entropy(model(x), y)
+        expected.backward()
+    whole = program.full_gradients()
+    for name, parameter in model.named_parameters():
+        worst = max(worst, float((whole[name] - parameter.grad).abs().max() / parameter.grad.abs().max()))
+    return worst
+
+
+def test_under_autocast_batches_are_added_up_in_the_gradients_dtype() -> None:
+    plan = zero_plan(torch.bfloat16)
+    for error in run_ranks(3, train_under_autocast, torch.bfloat16, plan):
+        assert 0 < error < 4 * 2**-8, "no more than a single batch is off"
+
+
+# ---- what is sent ----
+
+
+def sent(part: Sequence[Any]) -> int:
+    return sum(c.kind != "slice" for i in part for c in converts(i))
+
+
+@pytest.mark.parametrize("bundled", [False, True])
+def test_gradients_are_summed_once(bundled: bool) -> None:
+    passes = standard_passes(limit_bytes=1 << 20 if bundled else 1)
+    program = run_passes(lower(gpt2.graph(), cases.data_parallel((5, 2, 1))), passes).program
+    found = find_accumulation(program)
+    assert found.deferred.keys() == program.gradients.keys(), "all of them"
+    assert sent(program.backward) == sent(found.together.instructions) == sent(found.remainder.instructions) > 20
+    assert sent(found.apart.instructions) == 0 and not found.apart.gradients
+    left = {i.op for i in found.remainder.instructions if isinstance(i, Call)}
+    assert left <= {"aten.add.Tensor", "aten.t.default", "aten.permute.default", "aten.view.default"}
+    assert len(found.together.instructions) == len(program.backward) + len(found.local), "an addition each"
+
+
+def test_gradients_whose_factors_are_gathered_are_whole_at_once() -> None:
+    program = run_passes(lower(gpt2.graph(), cases.zero((5, 2, 1))), standard_passes()).program
+    found = find_accumulation(program)
+    assert found.deferred and found.apart.gradients
+    assert sent(found.apart.instructions) + sent(found.remainder.instructions) == sent(program.backward)
+
+
+def test_what_other_calls_read_is_summed_each_time() -> None:
+    """Where activations' gradients are partial sums, their sums are needed at once, and a bias reads them, too."""
+    program = lower(gpt2.graph(), cases.tensor_parallel((3, 2, 1)))
+    found = find_accumulation(program)
+    kept, alone = sent(found.apart.instructions), sent(found.remainder.instructions)
+    assert kept > 0 and kept + alone == sent(program.backward)
+    assert set(found.apart.gradients) | set(found.deferred) == set(program.gradients)
+
+
+# ---- what is refused, and what is dropped ----
+
+
+def misuse(rank: int, plan: Plan) -> list[str]:
+    program, said = compiled(plan, batch), []
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
+    (x,), y = program.shard_batch((batch(1)[0],), batch(1)[1])
+
+    def unsummed() -> None:
+        program.zero_grad()
+        with program.no_sync():
+            program(x, targets=y).backward()
+
+    def tell(call: Callable[[], object]) -> None:
+        try:
+            call()
+            said.append("")
+        except ProgramError as e:
+            said.append(str(e))
+
+    for call in (optimizer.step, lambda: program.clip_grad_norm_(1.0), program.full_gradients):
+        unsummed()
+        tell(call)
+    unsummed()
+    optimizer.zero_grad(set_to_none=False)
+    tell(program(x, targets=y).backward)
+    unsummed()
+    next(program.parameters()).grad = None
+    tell(program(x, targets=y).backward)
+    unsummed()
+    tell(copy.deepcopy(program).full_gradients)  # what it lacks is not the copy's
+    return said
+
+
+def test_incomplete_gradients_are_refused() -> None:
+    for said in run_ranks(2, misuse, make_pair()):
+        for message, words in zip(
+            said,
+            (
+                r"optimizer.step() after backward passes under no_sync() alone",
+                r"clip_grad_norm_() after backward passes",
+                r"full_gradients() after backward passes",
+                r"was written between backward passes under no_sync()",
+                r"was dropped between backward passes under no_sync(), that of",
+                r"",
+            ),
+            strict=True,
+        ):
+            assert words in message and bool(words) == bool(message), (message, words)
+
+
+def make_pair() -> Plan:
+    """On two ranks."""
+    from tests._support.plans import greedy_strategies, make_plan, sizes_for
+    from tests.runtime.test_features_batches import BATCH, choices, graph_of
+
+    found = choices(graph_of(net()))
+    wishes = {"args.0": (0, BATCH), "targets.0": (0, BATCH)}
+    return make_plan(found, greedy_strategies(found, wishes), sizes_for(found, (5, 3)))
+
+
+def drop_and_go_on(rank: int, plan: Plan) -> list[float]:
+    """What zero_grad() drops is dropped; what was called inside stays inside; a copy has gradients of its own."""
+    program, model, found = compiled(plan, language), gpt2.build(), []
+    for size in (8, 3):
+        x, y = language(1, size)
+        share, targets = program.shard_batch((x,), y)
+        with program.no_sync():
+            loss = program(*share, targets=targets)
+        loss.backward()
+        program.zero_grad()
+        for _ in range(2):
+            with program.no_sync():
+                loss = program(*share, targets=targets)
+            loss.backward()
+            gpt2.lm_loss(model(x), y).backward()
+        program(*share, targets=targets).backward()
+        gpt2.lm_loss(model(x), y).backward()
+        found.append(worst_gradient(program, model))
+        model.zero_grad(), program.zero_grad()
+    return found
+
+
+def test_zero_grad_drops_what_was_not_summed() -> None:
+    for errors in run_ranks(3, drop_and_go_on, cases.data_parallel((5, 2, 1))):
+        assert len(errors) == 2 and max(errors) < TOLERANCE
+
+
+def test_on_one_rank_nothing_waits() -> None:
+    from tests._support.plans import replicated_plan
+
+    program = compiled(replicated_plan(gpt2.graph()), language)
+    x, y = language(0)
+    with program.no_sync():
+        program(x, targets=y).backward()
+    model = gpt2.build()
+    gpt2.lm_loss(model(x), y).backward()
+    assert worst_gradient(program, model) < TOLERANCE

@@ -1,79 +1,77 @@
 """Gradients of several backward passes that travel between the ranks once: what of the backward part does it.
 
-A gradient is *deferred* if the last thing that happens to it is that ranks exchange what each has of it, a sum over the
-ranks mostly; behind that stand only calls that are linear. As an exchange is linear, too, what ranks have of several
-batches may be added up before it. What is read by the exchanges is *local*. Three other backward parts are made from a
-program's, after its passes:
+A gradient is *deferred* if ranks exchange what each has of it, mostly to sum it, and there is nothing but linear calls
+between that and the gradient (``hap.deferral``). As an exchange is linear, too, what ranks have of several batches may
+be added up before it. What the exchanges read, and the calls behind them, is *local*. Other backward parts are
+made from a program's, after its passes:
 
-    apart      everything but the deferred gradients' exchanges and what follows them; hands out what is local
+    first      everything but the deferred gradients' exchanges and what follows them; hands out what is local
+    further    the same; hands it out added to what earlier batches left
     together   the whole, in which what earlier batches left is added before it is exchanged
     remainder  only the exchanges and what follows them, of what earlier batches left
 
-``apart`` for all batches of a step but the last and ``together`` for that one give the gradients of the whole step;
+``first``, ``further`` for the batches in between and ``together`` for the last give the gradients of the whole step;
 ``remainder`` goes for batches of another shape, which have a program of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, converts
-from hap.graph import Value
-
-_CALLS = """_to_copy.default _unsafe_view.default add.Tensor alias.default clone.default div.Tensor mul.Tensor
-neg.default permute.default reshape.default squeeze.dim squeeze.dims sum.dim_IntList t.default transpose.int
-unsqueeze.default view.default"""
-LINEAR = frozenset(f"aten.{name}" for name in _CALLS.split())  # where they read one tensor, of an addition two
-_ADDS = "aten.add.Tensor"
+from hap.deferral import is_linear
+from hap.graph import Value, map_values
 
 Member = Call | Convert
 
 
 @dataclass(frozen=True)
 class BackwardPart:
-    """Instructions with what they hand out: ``gradients`` target -> name, ``local`` names. What else they read is taken
-    from what is saved."""
+    """Instructions with what they hand out: ``gradients`` target -> name, ``local`` name -> its name there. What else
+    they read is taken from what is saved."""
 
     instructions: tuple[Instruction, ...]
     gradients: Mapping[str, str]
-    local: tuple[str, ...] = ()
+    local: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """``deferred``: the gradients' targets, with the names of what is local of each."""
+    """``behind``: the names that are made by exchanges of gradients, or of what those made; ``local``: what they read
+    besides, each with the dtype in which batches are added up, that of the gradient."""
 
     program: Program
-    deferred: Mapping[str, tuple[str, ...]]
+    behind: frozenset[str]
+    local: Mapping[str, torch.dtype]
 
     @cached_property
-    def local(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for names in self.deferred.values() for name in names))
-
-    @cached_property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """What is local -> the dtype in which batches are added up: that of the gradient."""
-        held = self.program.held
-        return {
-            name: held[self.program.gradients[target]].meta.dtype
-            for target, names in self.deferred.items()
-            for name in names
-        }
+    def deferred(self) -> tuple[str, ...]:
+        """The targets of these gradients."""
+        return tuple(target for target, name in self.program.gradients.items() if name in self.behind)
 
     @cached_property
     def earlier(self) -> Mapping[str, str]:
-        """What is local -> the name under which ``together`` reads what earlier batches left of it."""
+        """What is local -> the name under which others read what earlier batches left of it."""
         return {name: _fresh(f"{name}_earlier", self.program.held) for name in self.local}
 
     @cached_property
-    def apart(self) -> BackwardPart:
+    def first(self) -> BackwardPart:
         kept = _filtered(self.program.backward, lambda member: not self._is_behind(member))
         gradients = {t: name for t, name in self.program.gradients.items() if t not in self.deferred}
-        return BackwardPart(kept, gradients, self.local)
+        return BackwardPart(kept, gradients, {name: name for name in self.local})
+
+    @cached_property
+    def further(self) -> BackwardPart:
+        made = {name for i in self.first.instructions for name in i.outputs}
+        found: list[Instruction] = [self._added(name) for name in self.local if name not in made]
+        for instruction in self.first.instructions:
+            outputs = (name for name in instruction.outputs if name is not None)
+            found += [instruction, *(self._added(name) for name in outputs if name in self.local)]
+        return BackwardPart(tuple(found), self.first.gradients, self._total)
 
     @cached_property
     def remainder(self) -> BackwardPart:
@@ -82,71 +80,94 @@ class Accumulation:
         names = {name: str(calls[-1].outputs[0]) for name, calls in rounded.items()}
         gradients = {target: self.program.gradients[target] for target in self.deferred}
         first = (call for calls in rounded.values() for call in calls)
-        return BackwardPart((*first, *(_reading(i, names) for i in left)), gradients)
+        return BackwardPart((*first, *(self._reading(i, names) for i in left)), gradients)
 
     @cached_property
     def together(self) -> BackwardPart:
         names, found = dict[str, str](), list[Instruction]()
         for instruction in self.program.backward:
-            for member in _begun(instruction):
-                if _exchanges(member) and member.input in self.earlier and member.input not in names:
-                    calls = self._added(member.input)
+            for name in (n for member in _begun(instruction) if self._is_behind(member) for n in member.inputs):
+                if name in self.local and name not in names:
+                    calls = [self._added(name), *self._rounded(name, self._total[name])]
                     found += calls
-                    names[member.input] = str(calls[-1].outputs[0])
-            found.append(_reading(instruction, names))
+                    names[name] = str(calls[-1].outputs[0])
+            found.append(self._reading(instruction, names))
         return BackwardPart(tuple(found), self.program.gradients)
 
-    def _added(self, name: str) -> list[Call]:
-        """What is local with what earlier batches left of it, in its own dtype: that is what the exchange is for."""
-        total = _fresh(f"{name}_total", self.program.held)
-        add = Call((total,), _ADDS, (Value(name), Value(self.earlier[name])), (), "")
-        return [add, *self._rounded(name, total)]
+    @cached_property
+    def _total(self) -> Mapping[str, str]:
+        return {name: _fresh(f"{name}_total", self.program.held) for name in self.local}
+
+    def _added(self, name: str) -> Call:
+        """What is local, added to what earlier batches left of it, in their memory."""
+        return Call((self._total[name],), "aten.add_.Tensor", (Value(self.earlier[name]), Value(name)), (), "")
 
     def _rounded(self, name: str, total: str) -> list[Call]:
-        """``total``, of ``name``, in that one's dtype, if it has another."""
+        """``total``, of ``name``, in that one's dtype, which the exchange is for, if it has another."""
         dtype = self.program.held[name].meta.dtype
-        if dtype == self.dtypes[name]:
+        if dtype == self.local[name]:
             return []
         rounded = _fresh(f"{name}_rounded", self.program.held)
         return [Call((rounded,), "aten._to_copy.default", (Value(total),), (("dtype", dtype),), "")]
 
     def _is_behind(self, member: Member) -> bool:
-        return any(name in self._behind for name in member.outputs)
+        return any(name in self.behind for name in member.outputs)
 
-    @cached_property
-    def _behind(self) -> frozenset[str]:
-        return frozenset(_behind(self.program.backward, self.local))
+    def _reading(self, instruction: Instruction, names: Mapping[str, str]) -> Instruction:
+        """What of it is behind reads other names."""
+
+        def of(convert: Convert) -> Convert:
+            return (
+                replace(convert, input=names.get(convert.input, convert.input)) if self._is_behind(convert) else convert
+            )
+
+        match instruction:
+            case Call() if self._is_behind(instruction):
+                args = map_values(instruction.args, lambda value: Value(names.get(value.node, value.node)))
+                return replace(instruction, args=args)
+            case Convert():
+                return of(instruction)
+            case Together(members=members):
+                return replace(instruction, members=tuple(map(of, members)))
+            case Start(work=work) | Wait(work=work):
+                return replace(instruction, work=replace(work, members=tuple(map(of, work.members))))
+        return instruction
 
 
 def find_accumulation(program: Program) -> Accumulation:
-    """Which gradients can be deferred."""
-    consists_of: dict[str, frozenset[str]] = {}  # what is local
-    for instruction in program.backward:
-        for member in _members(instruction):
-            if isinstance(member, Convert) and _exchanges(member):
-                consists_of[member.output] = frozenset({member.input})
-            elif _is_linear(member) and all(name in consists_of for name in member.inputs):
-                parts = frozenset[str]().union(*(consists_of[name] for name in member.inputs))
-                consists_of |= dict.fromkeys((n for n in member.outputs if n is not None), parts)
-    targets = program.gradients.items()
-    deferred = {target: consists_of[name] for target, name in targets if name in consists_of}
-    while True:
-        behind = _behind(program.backward, {name for parts in deferred.values() for name in parts})
-        members = [m for i in program.backward for m in _members(i) if not _is_linear(m)]
-        bad = frozenset[str]().union(
-            *(behind.get(name, ()) for m in members for name in m.inputs),
-            *(behind.get(name, ()) for target, name in targets if target not in deferred),
-        )
-        if not bad:
-            return Accumulation(program, {t: tuple(sorted(parts)) for t, parts in deferred.items()})
-        deferred = {t: parts for t, parts in deferred.items() if not parts & bad}
+    """What can be deferred."""
+    members = [m for i in program.backward for m in _members(i)]
+    leads_to = _made_into_gradients(program, members)
+    behind, local = set[str](), dict[str, torch.dtype]()
+    for member in members:
+        name = _made(member)
+        if name in leads_to and _is_linear(member) and (_exchanges(member) or not behind.isdisjoint(member.inputs)):
+            behind.add(name)
+            local |= {n: leads_to[name] for n in member.inputs if n not in behind}
+    return Accumulation(program, frozenset(behind), local)
+
+
+def _made_into_gradients(program: Program, members: Sequence[Member]) -> dict[str, torch.dtype]:
+    """Names of which nothing but gradients is made, by linear calls and conversions alone; with a gradient's dtype."""
+    gradients = {name: program.held[name].meta.dtype for name in program.gradients.values()}
+    found, readers = dict[str, torch.dtype](), dict[str, list[Member]]()
+    for member in reversed(members):
+        for name in (n for n in member.outputs if n is not None):
+            made = [found.get(_made(m)) if _is_linear(m) else None for m in readers.get(name, ())]
+            if None not in made and (made or name in gradients):
+                found[name] = gradients[name] if name in gradients else next(d for d in made if d is not None)
+        for name in member.inputs:
+            readers.setdefault(name, []).append(member)
+    return found
+
+
+def _made(member: Member) -> str:
+    """What it makes first."""
+    return next(name for name in member.outputs if name is not None)
 
 
 def _is_linear(member: Member) -> bool:
-    """Besides exchanges, which are, too."""
-    if isinstance(member, Convert):
-        return not _exchanges(member)
-    return member.op in LINEAR and len(member.inputs) == (2 if member.op == _ADDS else 1)
+    return isinstance(member, Convert) or is_linear(member.op, len(member.inputs))
 
 
 def _exchanges(member: Member) -> bool:
@@ -158,26 +179,14 @@ def _members(instruction: Instruction) -> tuple[Member, ...]:
     return (instruction,) if isinstance(instruction, Call) else converts(instruction)
 
 
-def _begun(instruction: Instruction) -> tuple[Convert, ...]:
-    """The conversions of an instruction, a bundle's where it begins or is performed."""
+def _begun(instruction: Instruction) -> tuple[Member, ...]:
+    """The same, a bundle's where it begins or is performed."""
     match instruction:
         case Start(work=work):
             return work.members
         case Wait():
             return ()
-    return converts(instruction)
-
-
-def _behind(part: Sequence[Instruction], local: Iterable[str]) -> dict[str, frozenset[str]]:
-    """What cannot be made before these are exchanged: name -> those of them that it depends on."""
-    cut, found = frozenset(local), dict[str, frozenset[str]]()
-    for instruction in part:
-        for member in _members(instruction):
-            if _exchanges(member) and cut.issuperset(member.inputs):
-                found[str(member.outputs[0])] = frozenset(member.inputs)
-            elif parts := [found[name] for name in member.inputs if name in found]:
-                found |= dict.fromkeys((n for n in member.outputs if n is not None), frozenset[str]().union(*parts))
-    return found
+    return _members(instruction)
 
 
 def _filtered(part: Iterable[Instruction], keep: Callable[[Member], bool]) -> tuple[Instruction, ...]:
@@ -198,23 +207,6 @@ def _filtered(part: Iterable[Instruction], keep: Callable[[Member], bool]) -> tu
 def _fewer(work: Together, keep: Callable[[Member], bool]) -> Together | None:
     members = tuple(m for m in work.members if keep(m))
     return replace(work, members=members) if members else None
-
-
-def _reading(instruction: Instruction, names: Mapping[str, str | None]) -> Instruction:
-    """The exchanges of an instruction reading other names."""
-
-    def of(convert: Convert) -> Convert:
-        name = names.get(convert.input)
-        return replace(convert, input=name) if name is not None and _exchanges(convert) else convert
-
-    match instruction:
-        case Convert():
-            return of(instruction)
-        case Together(members=members):
-            return replace(instruction, members=tuple(map(of, members)))
-        case Start(work=work) | Wait(work=work):
-            return replace(instruction, work=replace(work, members=tuple(map(of, work.members))))
-    return instruction
 
 
 def _fresh(wanted: str, taken: Iterable[str]) -> str:

@@ -77,7 +77,8 @@ def to_part_module(
 ) -> fx.GraphModule:
     """``backward(comm, saved, tangent) -> (gradients, local)`` of another backward part of the program."""
     emitter, gradients = _backward(program, part.instructions, part.gradients, rank, torch.device(device))
-    return emitter.finish((gradients, {name: emitter.read(name) for name in part.local}), "Backward")
+    local = {name: emitter.read(made) for name, made in part.local.items()}
+    return emitter.finish((gradients, local), "Backward")
 
 
 def _backward_module(program: Program, rank: int, device: torch.device) -> fx.GraphModule:

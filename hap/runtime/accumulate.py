@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ class Unsummed:
     def __init__(self, shares: Mapping[str, torch.Tensor]) -> None:
         self._shares = shares
         self._held: dict[Step, dict[str, torch.Tensor]] = {}
-        self._seen: dict[str, tuple[int, int]] = {}  # of a deferred gradient that stands as zeros: id and version
+        self._seen: dict[int, int] = {}  # memory of a deferred ``.grad`` -> version, as backward passes left it
+        self._zeros: dict[str, tuple[int, int]] = {}  # target -> both, where ``.grad`` is nothing but zeros of ours
         self._hooks: dict[str, Any] = {}
 
     def apart(self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -35,18 +37,16 @@ class Unsummed:
         if not step.accumulation.deferred:
             return step.backward(saved, tangent)
         self.forget_zeroed()
-        gradients, local = step.backward_apart(saved, tangent)
-        held = self._held.setdefault(step, {})
-        for name, found in local.items():
-            if name in held:
-                held[name] += found
-            else:
-                held[name] = found.to(step.accumulation.dtypes[name], copy=True)
+        gradients, self._held[step] = step.backward_apart(saved, tangent, self._held.get(step))
         for target in step.accumulation.deferred:
-            gradients[target] = torch.zeros_like(self._shares[target])
+            share = self._shares[target]
             if target not in self._hooks:
-                share = self._shares[target]
-                self._hooks[target] = share.register_post_accumulate_grad_hook(lambda p, name=target: self._see(name))
+                self._hooks[target] = share.register_post_accumulate_grad_hook(partial(self._see, target))
+            if share.grad is None:
+                gradients[target] = torch.zeros_like(share)
+                self._zeros[target] = gradients[target].data_ptr(), -1
+            else:
+                self._remember(target)
         _waiting.add(self)
         if not _hooked:
             _hooked.append(register_optimizer_step_pre_hook(_before_step))
@@ -55,6 +55,9 @@ class Unsummed:
     def together(self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients of a backward pass with all that earlier ones left."""
         self.forget_zeroed()
+        for target in {t for other in self._held for t in other.accumulation.deferred}:
+            if self._zeros.get(target) == self._now(target):
+                self._shares[target].grad = None  # what it stands for is made now
         gradients = step.backward(saved, tangent, self._held.pop(step, None))
         for other, held in self._held.items():
             for target, found in other.sum_up(held).items():
@@ -84,7 +87,7 @@ class Unsummed:
                 f"the gradient of {min(zeroed)} was dropped between backward passes under no_sync(), that of "
                 f"{min(deferred - zeroed)} was not: zero_grad() for all parameters, or for none"
             )
-        elif changed := [t for t in sorted(deferred) if self._seen[t] != self._now(t)]:
+        elif changed := [t for t in sorted(deferred) if self._now(t) not in self._seen.items()]:
             raise ProgramError(
                 f"the gradient of {changed[0]} was written between backward passes under no_sync(), where it is not "
                 "complete; to start anew use zero_grad(set_to_none=True)"
@@ -92,15 +95,25 @@ class Unsummed:
 
     def _drop(self) -> None:
         self._held.clear()
+        self._zeros.clear()
+        self._seen.clear()
         _waiting.discard(self)
 
-    def _see(self, name: str) -> None:
-        self._seen[name] = self._now(name)
+    def _see(self, target: str, _: torch.Tensor) -> None:
+        where, version = self._remember(target)
+        if self._zeros.get(target) == (where, -1):
+            self._zeros[target] = where, version
 
-    def _now(self, name: str) -> tuple[int, int]:
-        gradient = self._shares[name].grad
+    def _remember(self, target: str) -> tuple[int, int]:
+        where, version = self._now(target)
+        self._seen[where] = version
+        return where, version
+
+    def _now(self, target: str) -> tuple[int, int]:
+        """(memory, version) of a gradient; those of one bundle share both."""
+        gradient = self._shares[target].grad
         assert gradient is not None
-        return gradient.data_ptr(), gradient._version
+        return (gradient.untyped_storage().data_ptr(), gradient._version) if gradient.numel() else (0, 0)
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether one of these is of the program."""

@@ -27,7 +27,7 @@ from hap.runtime.collectives import Communicator
 from hap.runtime.late import LateTensor
 
 Tensors = Mapping[str, torch.Tensor]
-PartName = Literal["apart", "together", "remainder"]
+PartName = Literal["first", "further", "together", "remainder"]
 Backward = Callable[["Step", dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -104,10 +104,17 @@ class Step:
         return find_accumulation(self.program)
 
     def backward_apart(
-        self, saved: dict[str, torch.Tensor], tangent: torch.Tensor
-    ) -> tuple[dict[str, torch.Tensor], ...]:
-        """(gradients but for the deferred ones, what is local of those)."""
-        return self._run("apart", saved, tangent)
+        self, saved: dict[str, torch.Tensor], tangent: torch.Tensor, earlier: Mapping[str, torch.Tensor] | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """(gradients but for the deferred ones, what is local of those, added to ``earlier``, in its memory)."""
+        if earlier is None:
+            gradients, local = self._run("first", saved, tangent)
+            made = {}
+            for name in list(local):  # one by one, as each may be the last that holds what it is
+                made[name] = local.pop(name).to(self.accumulation.local[name], copy=True)
+            return gradients, made
+        saved |= {self.accumulation.earlier[name]: found for name, found in earlier.items()}
+        return self._run("further", saved, tangent)
 
     def sum_up(self, earlier: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The deferred gradients, of what earlier batches left alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -130,9 +131,10 @@ def test_gradients_are_summed_once(bundled: bool) -> None:
     passes = standard_passes(limit_bytes=1 << 20 if bundled else 1)
     program = run_passes(lower(gpt2.graph(), cases.data_parallel((5, 2, 1))), passes).program
     found = find_accumulation(program)
-    assert found.deferred.keys() == program.gradients.keys(), "all of them"
+    assert found.deferred == tuple(program.gradients), "all of them"
     assert sent(program.backward) == sent(found.together.instructions) == sent(found.remainder.instructions) > 20
-    assert sent(found.apart.instructions) == 0 and not found.apart.gradients
+    assert len(found.further.instructions) == len(found.first.instructions) + len(found.local)
+    assert sent(found.further.instructions) == 0 and not found.further.gradients
     left = {i.op for i in found.remainder.instructions if isinstance(i, Call)}
     assert left <= {"aten.add.Tensor", "aten.t.default", "aten.permute.default", "aten.view.default"}
     assert len(found.together.instructions) == len(program.backward) + len(found.local), "an addition each"
@@ -141,17 +143,17 @@ def test_gradients_are_summed_once(bundled: bool) -> None:
 def test_gradients_whose_factors_are_gathered_are_whole_at_once() -> None:
     program = run_passes(lower(gpt2.graph(), cases.zero((5, 2, 1))), standard_passes()).program
     found = find_accumulation(program)
-    assert found.deferred and found.apart.gradients
-    assert sent(found.apart.instructions) + sent(found.remainder.instructions) == sent(program.backward)
+    assert found.deferred and found.further.gradients
+    assert sent(found.further.instructions) + sent(found.remainder.instructions) == sent(program.backward)
 
 
 def test_what_other_calls_read_is_summed_each_time() -> None:
     """Where activations' gradients are partial sums, their sums are needed at once, and a bias reads them, too."""
     program = lower(gpt2.graph(), cases.tensor_parallel((3, 2, 1)))
     found = find_accumulation(program)
-    kept, alone = sent(found.apart.instructions), sent(found.remainder.instructions)
+    kept, alone = sent(found.further.instructions), sent(found.remainder.instructions)
     assert kept > 0 and kept + alone == sent(program.backward)
-    assert set(found.apart.gradients) | set(found.deferred) == set(program.gradients)
+    assert set(found.further.gradients) | set(found.deferred) == set(program.gradients)
 
 
 # ---- what is refused, and what is dropped ----
@@ -240,6 +242,26 @@ def drop_and_go_on(rank: int, plan: Plan) -> list[float]:
 def test_zero_grad_drops_what_was_not_summed() -> None:
     for errors in run_ranks(3, drop_and_go_on, cases.data_parallel((5, 2, 1))):
         assert len(errors) == 2 and max(errors) < TOLERANCE
+
+
+def add_by_hand(rank: int, plan: Plan) -> float:
+    """A term of the loss that the program does not know of, in some batches, and a gradient from before."""
+    program, model = compiled(plan, language), gpt2.build()
+    for place in range(4):
+        x, y = language(place)
+        share, targets = program.shard_batch((x,), y)
+        with nullcontext() if place in (0, 3) else program.no_sync():
+            loss = program(*share, targets=targets)
+        expected = gpt2.lm_loss(model(x), y)
+        for module in (program, model):
+            terms = [p.square().sum() for p in module.parameters()] if place in (1, 3) else []
+            (sum(terms) + (loss if module is program else expected)).backward()
+    return worst_gradient(program, model)
+
+
+def test_other_terms_of_a_loss_are_added() -> None:
+    assert max(run_ranks(3, add_by_hand, cases.data_parallel((5, 2, 1)))) < TOLERANCE
+    assert max(run_ranks(3, add_by_hand, cases.zero((5, 2, 1)))) < TOLERANCE
 
 
 def test_on_one_rank_nothing_waits() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.race_models import build
 from benchmarks.race_rank import Contestant, Ddp, Hap
 
-ONCE, EACH, DDP = "HAP", "HAP, summed each time", "DDP, by speed"
+OURS, FOR_ONE, EACH, DDP = "HAP", "HAP, planned for one batch", "HAP, summed each time", "DDP, by speed"
 BATCHES = 4  # of a step
 
 
@@ -58,8 +59,15 @@ class DdpBatches(Ddp):
 def enter(
     name: str, model: str, sizes: Sequence[int], equal: Sequence[int], plan: str, cluster: str, profile: str
 ) -> Contestant:
-    """A fresh contestant. Collective."""
-    built = build(model)
-    if name == DDP:
-        return DdpBatches(built, sizes)
-    return {ONCE: HapBatches, EACH: HapEach}[name](built, plan, cluster, profile, ())
+    """A fresh contestant; ``plan``: the JSON of a list of two, for steps of several batches and of one. Collective."""
+    built, (of_several, of_one) = build(model), json.loads(plan)
+    match name:
+        case "HAP":
+            return HapBatches(built, of_several, cluster, profile, ())
+        case "HAP, planned for one batch":
+            return HapBatches(built, of_one, cluster, profile, ())
+        case "HAP, summed each time":
+            return HapEach(built, of_one, cluster, profile, ())
+        case "DDP, by speed":
+            return DdpBatches(built, sizes)
+    raise ValueError(name)

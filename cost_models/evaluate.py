@@ -36,6 +36,7 @@ from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
 from hap.cost_models.strides import Strides, find_strides
+from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node
 from hap.order import Parts, program_parts, repeats
@@ -45,8 +46,9 @@ from hap.plan import Conversion, Prediction, Strategy
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Seconds of one step and bytes at each rank's peak. ``compute_s[rank]`` has the update, no waiting; ``stages_s``
-    is what the stages take without it, ``update_s`` what it adds; with ``communication_s`` they sum to ``step_s``."""
+    """Seconds of one step, or of one batch where a step has several, and bytes at each rank's peak. ``compute_s[rank]``
+    has the update, no waiting; ``stages_s`` is what the stages take without it, ``update_s`` what it adds; with
+    ``communication_s`` they sum to ``step_s``."""
 
     step_s: float
     compute_s: tuple[float, ...]
@@ -129,6 +131,7 @@ class Evaluator:
     optimizer: str
     calls: Calls
     model: ComputeModel = DEFAULT_MODEL
+    batches: Batches = ONE
     _folded: dict[tuple[int, ...], Forms] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -189,7 +192,9 @@ class Evaluator:
         """What does not depend on sizes, for those who ask about several."""
         used = dict.fromkeys(group for s in strategies.values() for group in s.groups)
         again = repeats(self.graph, strategies, recomputed, self.parts)
-        walk = Walk(self.graph, strategies, needs, steps=self.steps, strides=self.strides, again=again)
+        walk = Walk(
+            self.graph, strategies, needs, steps=self.steps, strides=self.strides, again=again, batches=self.batches
+        )
         measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
         stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)
         return Prepared(strategies, needs, tuple(used), stages, walk)
@@ -211,9 +216,9 @@ class Evaluator:
 
     def _evaluate(self, prepared: Prepared, sizes: GroupSizes, cluster: Cluster, forms: Forms) -> Evaluation:
         graph, strategies, model = self.graph, prepared.strategies, self.model
-        costs = Pricer(graph, sizes, cluster, forms).price(prepared.needs)
+        costs = Pricer(graph, sizes, cluster, forms, self.batches).price(prepared.needs)
         compute, stages, last = prepared.stages.seconds(sizes, cluster, costs, model)
-        update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model)
+        update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model) / self.batches.count
         communication = sum(c.seconds for c in costs if c.need.collective != "slice")
         ending = float((last + update).max())
         ways = [c.decomposition for c in costs]
@@ -243,14 +248,15 @@ def evaluate(
     regather: bool = False,
     recomputed: Collection[str] = (),
     model: ComputeModel = DEFAULT_MODEL,
+    batches: int = 1,
 ) -> Evaluation:
     """Evaluate one choice. ``needs`` may be passed if already found for the same strategies and ``regather``.
-    ``recomputed``: nodes whose calls are made again in the backward pass.
+    ``recomputed``: nodes whose calls are made again in the backward pass. ``batches``: of a step of the optimizer.
 
     Raises ClusterError if a device lists no rate for a dtype that the graph computes in, PlanError for an unknown
     optimizer.
     """
-    evaluator = Evaluator(graph, cluster, optimizer, Calls(graph), model)
+    evaluator = Evaluator(graph, cluster, optimizer, Calls(graph), model, Batches.of(graph, batches))
     if needs is None:
         needs = evaluator.needs(strategies, regather=regather, recomputed=recomputed)
     return evaluator.evaluate(strategies, sizes, needs, recomputed)

@@ -10,9 +10,11 @@ rank's total is largest: they sum to the peak.
 Calls run in the program's order (``order``). What a call makes that is made ``again`` lives twice: to its last reader
 in the forward part, and from just before its first one in the backward part. A conversion happens just before its
 first reader, that of a result as soon as the value exists; its copy lives to the last reader that shares it, and the
-source goes when nobody else reads it. What is summed over hosts beside the backward pass stays to the end. Operators
-that are several kernels hold intermediate tensors while they run (``_INNER``). Python and the allocator add
-fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION`` of every device is left for them.
+source goes when nobody else reads it. Where a step of the optimizer has several batches, gradients are there
+throughout, and so is what is local of those that ranks exchange once (``hap.deferral``). What is summed over hosts
+beside the backward pass stays to the end. Operators that are several kernels hold intermediate tensors while they run
+(``_INNER``). Python and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION``
+of every device is left for them.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hap.conversion import Need, required_results
+from hap.conversion import Need, collective_kind, required_results
 from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.cost_models.staging import UNASKED, Pieces, staging_bytes
 from hap.cost_models.strides import Strides, find_strides
 from hap.cost_models.work import is_view
+from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
 from hap.hosts_sum import HOSTS_SUM, SUM_LANES, bundle_bytes
@@ -97,11 +100,13 @@ def memory_use(
     ranks: int | None = None,
     decompositions: Sequence[str] | None = None,
     again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
+    batches: Batches = ONE,
 ) -> MemoryUse:
     """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies, performed by
     ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
-    classes and ``ranks`` that of ranks. ``again``: the calls that are repeated before a call (``order.repeats``)."""
-    walk = Walk(graph, strategies, needs, again=again)
+    classes and ``ranks`` that of ranks. ``again``: the calls that are repeated before a call (``order.repeats``).
+    ``batches``: of a step of the optimizer."""
+    walk = Walk(graph, strategies, needs, again=again, batches=batches)
     return walk.use(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions)
 
 
@@ -161,12 +166,15 @@ class Walk:
         steps: Mapping[str, Step] | None = None,
         strides: Strides | None = None,
         again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
+        batches: Batches = ONE,
     ) -> None:
-        """``steps`` and ``strides`` are the graph's, if known."""
+        """``steps`` and ``strides`` are the graph's, if known. ``batches``: of a step of the optimizer."""
         self.graph, self.strategies, self.needs = graph, strategies, needs
         self.strides = find_strides(graph) if strides is None else strides
         self.steps = find_steps(graph, self.strides) if steps is None else steps
-        self.again = again
+        self.again, self.batches = again, batches
+        self.exchanged: set[Value] = set()  # gradients, or what those are made of, that are made once a step
+        self.local: dict[tuple[Value, Placement], _Storage] = {}  # what earlier batches left for exchanges
         self.number = {(n.value, n.target, n.phase): i for i, n in enumerate(needs)}
         self.pieces: dict[tuple[int, Placement], int] = {}  # bytes of the whole and how it lies -> row
         self.storages: list[_Storage] = []
@@ -209,11 +217,15 @@ class Walk:
             self.summed[node.name] = read[0]
         shares = step.is_view and not (step.is_copying and strategy.inputs[0] == made[node.inputs[0]])
         kind = "parameters" if node.is_source else "activations"
+        ends = zip(node.inputs, strategy.inputs, strict=True)
+        is_late = any(value in self.exchanged or self._is_exchanged(value, target) for value, target in ends)
         for i, value, nbytes in step.makes:
             placement = strategy.outputs[i]
             if placement is None:
                 continue
             made[value] = placement
+            if is_late and value in self.batches.once:
+                self.exchanged.add(value)
             if i == 0 and step.inner:
                 self._allocate("temporary", nbytes, placement, step.inner)
             of[value] = read[0] if shares else self._allocate(kind, nbytes, placement)
@@ -232,6 +244,8 @@ class Walk:
         if need.collective == "slice" and self._in_order(need.value, need.target):
             return source  # a range of its memory
         nbytes = self.graph.meta(need.value).nbytes
+        if self._is_exchanged(need.value, need.target) and (need.value, need.source) not in self.local:
+            self.local[need.value, need.source] = self._allocate("gradients", nbytes, need.source)
         packed = self.packed.setdefault(self._staging(need, nbytes), len(self.packed))
         self.stagings.append((self.end, number, packed))
         return self._allocate("gathered" if need.collective == "all_gather" else "activations", nbytes, need.target)
@@ -272,7 +286,24 @@ class Walk:
             storage.last = self.end
             if value in gradients and storage.kind != "parameters":
                 storage.kind = "gradients"
+                if self.batches.count > 1:
+                    self._keep_earlier(value, target, storage)
         self._keep_summed()
+
+    def _keep_earlier(self, value: Value, target: Placement, storage: _Storage) -> None:
+        """What earlier batches left of a gradient is there throughout: the gradient, to which another is added unless
+        it is made once, and what is local of it until then."""
+        born, storage.born = storage.born, 0
+        if value not in self.exchanged and not self._is_exchanged(value, target):
+            self._allocate("gradients", self.graph.meta(value).nbytes, target).born = born
+        for local in self.local.values():
+            local.born, local.last = 0, self.end
+
+    def _is_exchanged(self, value: Value, target: Placement) -> bool:
+        """Whether ranks exchange what they have of it once a step."""
+        if value not in self.batches.once or target == self.made[value]:
+            return False
+        return collective_kind(self.made[value], target) != "slice"
 
     def _keep_summed(self) -> None:
         """What is summed over hosts beside the backward pass may be there until the step ends, if the network is slow,

@@ -18,6 +18,7 @@ from hap.cost_models.collective import Forms, collective_coefficients, shares
 from hap.cost_models.compute import Calls, ComputeModel, ComputeTable
 from hap.cost_models.fold import Cluster
 from hap.cost_models.profile import MeasuredDevice
+from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node
 from hap.placement import GroupSizes, Placement
@@ -26,7 +27,8 @@ from hap.plan import Strategy
 
 @dataclass(frozen=True)
 class ConversionCost:
-    """One conversion as it would be performed. ``nbytes`` is the size of the whole value."""
+    """One conversion as it would be performed. ``nbytes`` is the size of the whole value, ``seconds`` what a batch pays
+    (``hap.deferral.Batches``)."""
 
     need: Need
     decomposition: str
@@ -51,6 +53,7 @@ class Pricer:
     sizes: GroupSizes
     cluster: Cluster
     forms: Forms | None = None
+    batches: Batches = ONE
     _known: dict[tuple[int, Placement, Placement], tuple[str, float]] = field(default_factory=dict)
 
     def price(self, needs: Sequence[Need]) -> tuple[ConversionCost, ...]:
@@ -62,7 +65,8 @@ class Pricer:
         if key not in self._known:
             forms = self.forms or Forms(self.cluster)
             self._known[key] = forms.best(need.collective, nbytes, need.source, need.target, self.sizes)
-        return ConversionCost(need, *self._known[key], nbytes)
+        way, seconds = self._known[key]
+        return ConversionCost(need, way, seconds * self.batches.part(need.value), nbytes)
 
 
 def sequence(

@@ -67,6 +67,7 @@ def plan(
     profile: ProfileLike | None = None,
     method: Method = "milp",
     leave_out: bool = False,
+    gradient_accumulation_steps: int = 1,
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
 
@@ -82,12 +83,14 @@ def plan(
     is. ``method``: ``milp``, or ``astar`` to have the strategies synthesised, which takes longer. ``leave_out``: the
     slowest kinds of devices may be left out where a step is shorter without them; the plan is then for the others, on
     which the job is to be started (``hap.starting``), and names those that it leaves out.
+    ``gradient_accumulation_steps``: so many batches like the example have their gradients added up before the optimizer
+    steps, all but the last under ``program.no_sync()``; what is predicted is then of one batch, the mean over a step's.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
-    return _decide(graph, spec, optimizer, pins, effort, budget_s, method, leave_out)
+    return _decide(graph, spec, optimizer, pins, effort, budget_s, method, leave_out, gradient_accumulation_steps)
 
 
 def plan_mesh(
@@ -129,6 +132,7 @@ def compile(
     budget_s: float | None = None,
     device: torch.device | str | None = None,
     profile: ProfileLike | None = None,
+    gradient_accumulation_steps: int = 1,
     passes_off: Sequence[str] = (),
 ) -> HapProgram:
     """This rank's program for ``model``: an ``nn.Module`` that takes its share of a batch and returns the global loss.
@@ -160,7 +164,8 @@ def compile(
         if plan is not None:
             return (plan if isinstance(plan, (Plan, MeshPlan)) else load_plan(plan)).to_json()
         assert spec is not None
-        return _decide(graph, spec, optimizer, pins, effort, budget_s).to_json()
+        batches = gradient_accumulation_steps
+        return _decide(graph, spec, optimizer, pins, effort, budget_s, batches=batches).to_json()
 
     decided = parse_plan(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
@@ -219,7 +224,7 @@ def simulate(
     profile: ProfileLike | None = None,
 ) -> Timeline:
     """Play one step of ``plan``'s program on its cluster as it is run, collectives bundled and beside compute: spans of
-    every rank, waiting, the critical path.
+    every rank, waiting, the critical path. Of a step of several batches it is the last one.
 
     PlanError if the plan is for another model or cluster, or of two axes and to be played with a profile. Devices of
     ``cluster`` that the plan leaves out do not play.
@@ -243,6 +248,7 @@ def _decide(
     budget_s: float | None,
     method: Method = "milp",
     leave_out: bool = False,
+    batches: int = 1,
 ) -> Plan:
     """The plan with its explanation: the same bytes, and so the same checksum, from ``plan`` and from ``compile``."""
     possible = choices(graph)
@@ -255,6 +261,7 @@ def _decide(
         budget_s=budget_s,
         method=method,
         leave_out=leave_out,
+        batches=batches,
     )
     cluster = planned_part(found, cluster)
     if forced := tuple(map(str, find_forced(possible))):

@@ -15,10 +15,16 @@ from hap.plan import Plan
 Mesh = Literal["flat", "hosts", "best"]
 
 
-def plan_axes(mesh: Mesh, model: torch.nn.Module, cluster: api.Cluster, **given: Any) -> Plan | MeshPlan:
+def plan_axes(
+    mesh: Mesh, model: torch.nn.Module, cluster: api.Cluster, *, gradient_accumulation_steps: int = 1, **given: Any
+) -> Plan | MeshPlan:
     """``hap.plan`` for ``flat``, ``hap.plan_mesh`` for ``hosts``, and for ``best`` of both plans the one with the
     shortest step as run, or the only one that there is. ``given``: the arguments that all of them take. The errors are
-    theirs, of ``best`` the first one's if there is no plan."""
+    theirs, of ``best`` the first one's if there is no plan. On two axes a step has one batch."""
+    if gradient_accumulation_steps != 1:
+        if mesh == "hosts":
+            raise PlanError("a plan of two axes is for steps of one batch; plan on one axis")
+        return api.plan(model, cluster, gradient_accumulation_steps=gradient_accumulation_steps, **given)
     doors: dict[Mesh, list[Callable[..., Plan | MeshPlan]]] = {
         "flat": [api.plan],
         "hosts": [api.plan_mesh],

@@ -7,6 +7,8 @@ gradients, by linear calls alone.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from hap.graph import Graph, Node, Value
 
 _CALLS = """_to_copy.default _unsafe_view.default add.Tensor alias.default clone.default div.Tensor mul.Tensor
@@ -39,3 +41,23 @@ def deferrable_values(graph: Graph) -> frozenset[Value]:
         if not node.is_source:
             add(node)
     return frozenset(found)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """How many batches a step of the optimizer has, and the values that then travel ``once`` a step. Costs are of one
+    batch, the mean over a step's."""
+
+    count: int = 1
+    once: frozenset[Value] = frozenset()
+
+    @classmethod
+    def of(cls, graph: Graph, count: int) -> Batches:
+        return ONE if count == 1 else cls(count, deferrable_values(graph))
+
+    def part(self, value: Value) -> float:
+        """Of what its conversions take, what a batch pays."""
+        return 1 / self.count if value in self.once else 1.0
+
+
+ONE = Batches()

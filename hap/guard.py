@@ -134,6 +134,7 @@ class Entry(pydantic.BaseModel):
     effort: Literal["quick", "normal", "thorough"] = "normal"
     leave_out: bool = False
     mesh: Mesh = "flat"
+    gradient_accumulation_steps: int = pydantic.Field(default=1, ge=1)
     max_step_regression: float = pydantic.Field(default=0.02, ge=0)
     max_memory_regression: float = pydantic.Field(default=0.0, ge=0)
 
@@ -189,6 +190,7 @@ def _check(folder: Path, name: str, entry: Entry, update: bool) -> Result:
         optimizer=entry.optimizer,
         effort=entry.effort,
         leave_out=entry.leave_out,
+        gradient_accumulation_steps=entry.gradient_accumulation_steps,
     )
     if update:
         found.save(golden_path)

@@ -219,7 +219,8 @@ class Recomputed(_Frozen):
 
 class Plan(_Frozen):
     """See the module docstring. ``strategies`` maps a node's name to the text of its ``Strategy``. ``recomputed`` is
-    not in the file where nothing is."""
+    not in the file where nothing is, nor ``gradient_accumulation_steps`` where a step has one batch. Where it has more,
+    what is predicted is of one batch, the mean over a step's."""
 
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
@@ -230,12 +231,15 @@ class Plan(_Frozen):
     devices: tuple[str, ...]  # rank -> "host3/V100-16GB" in the user's words
     explanation: Explanation | None = None
     recomputed: tuple[Recomputed, ...] = ()
+    gradient_accumulation_steps: int = pydantic.Field(default=1, ge=1)
 
     @pydantic.model_serializer(mode="wrap")
     def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
         body: dict[str, Any] = serialize(self)
         if not self.recomputed:
             body.pop("recomputed", None)
+        if self.gradient_accumulation_steps == 1:
+            body.pop("gradient_accumulation_steps", None)
         return body
 
     @property

@@ -77,9 +77,15 @@ class Ranking:
 
 
 def compare(
-    built: BuiltModel, cluster: ClusterSpec, changes: Sequence[Change], *, optimizer: str, effort: Effort
+    built: BuiltModel,
+    cluster: ClusterSpec,
+    changes: Sequence[Change],
+    *,
+    optimizer: str,
+    effort: Effort,
+    batches: int = 1,
 ) -> Ranking:
-    """Plan every variant. ClusterError for a change that makes no sense."""
+    """Plan every variant, for steps of so many batches. ClusterError for a change that makes no sense."""
     variants = [(NOW, cluster)]
     variants += [(_words(change), changed(cluster, [change])) for change in changes]
     if len(changes) > 1:
@@ -90,10 +96,11 @@ def compare(
     for name, spec in variants:
         price = _price(spec)
         try:
-            step_s = plan_graph(found, spec, optimizer=optimizer, effort=effort).predicted.as_run_s
+            plan = plan_graph(found, spec, optimizer=optimizer, effort=effort, batches=batches)
         except InfeasibleError as e:
             judged.append(Variant(name, spec.world_size, None, None, price, str(e)))
             continue
+        step_s = plan.predicted.as_run_s
         judged.append(Variant(name, spec.world_size, step_s, (batch or 1) / step_s, price))
     return Ranking(tuple(sorted(judged, key=lambda v: -(v.samples_per_s or 0.0))))
 

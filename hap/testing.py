@@ -53,6 +53,7 @@ class HapPlan:
         optimizer: str = "adamw",
         effort: Literal["quick", "normal", "thorough"] = "normal",
         mesh: Mesh = "flat",
+        gradient_accumulation_steps: int = 1,
         max_step_regression: float = 0.02,
         max_memory_regression: float = 0.0,
         name: str | None = None,
@@ -77,6 +78,7 @@ class HapPlan:
             loss_fn=loss_fn,
             optimizer=optimizer,
             effort=effort,
+            gradient_accumulation_steps=gradient_accumulation_steps,
         )
         if golden is None:
             path.parent.mkdir(exist_ok=True)

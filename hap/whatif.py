@@ -21,6 +21,7 @@ from hap.codegen.lowering import lower
 from hap.conversion import Need
 from hap.cost_models.evaluate import Evaluation, evaluate
 from hap.cost_models.profile import CalibratedCluster
+from hap.deferral import Batches
 from hap.errors import ClusterError
 from hap.graph import Graph
 from hap.hosts import HostSpec, LinkSpec, format_curve
@@ -156,6 +157,7 @@ class _Fixed:
     candidates: Mapping[str, tuple[Strategy, ...]]
     needs: tuple[Need, ...]
     bundles: tuple[tuple[str, ...], ...]
+    batches: Batches
 
     @classmethod
     def of(cls, plan: Plan, graph: Graph) -> _Fixed:
@@ -164,14 +166,15 @@ class _Fixed:
         used = frozenset(used_groups(strategies.values()))
         bundles = find_bundles(find_classes(graph, candidates), candidates)
         moving = tuple(b for b in bundles if used.intersection(b))
-        return cls(plan, graph, strategies, candidates, needs_of(plan, graph, strategies), moving)
+        batches = Batches.of(graph, plan.gradient_accumulation_steps)
+        return cls(plan, graph, strategies, candidates, needs_of(plan, graph, strategies), moving, batches)
 
     def step_s(self, cluster: ClusterSpec) -> float:
         """The step on another cluster of as many ranks, with the plan's shares or better ones."""
         sizes, optimizer = self.plan.sizes, self.plan.provenance.optimizer
         before = self._judge(sizes, cluster)
         shares = best_shares(
-            Facts(self.graph, self.candidates, cluster, optimizer, self.plan.recomputed),
+            Facts(self.graph, self.candidates, cluster, optimizer, self.plan.recomputed, self.batches),
             self.strategies,
             sizes,
             before,
@@ -188,5 +191,12 @@ class _Fixed:
         optimizer = self.plan.provenance.optimizer
         again = self.plan.repeated
         return evaluate(
-            self.graph, self.strategies, sizes, cluster, needs=self.needs, optimizer=optimizer, recomputed=again
+            self.graph,
+            self.strategies,
+            sizes,
+            cluster,
+            needs=self.needs,
+            optimizer=optimizer,
+            recomputed=again,
+            batches=self.batches.count,
         )

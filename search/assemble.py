@@ -46,9 +46,11 @@ def assemble_plan(
     advice: Advice | LeftOut | None = None,
     overlapped_s: float | None = None,
     recomputed: tuple[Recomputed, ...] = (),
+    batches: int = 1,
 ) -> Plan:
     """The plan of one choice and its evaluation. Only groups that some placement shards are in it. ``advice``: which
-    devices would better be left out, or were; it goes beside what limits the step. ``recomputed``: what is repeated."""
+    devices would better be left out, or were; it goes beside what limits the step. ``recomputed``: what is repeated.
+    ``batches``: of a step of the optimizer."""
     graph, groups = choices.graph, choices.groups
     limits = tightest(evaluation) if advice is None else f"{tightest(evaluation)}; {advice}"
     left_out = {} if advice is None else advice.figures()
@@ -80,6 +82,7 @@ def assemble_plan(
         ),
         devices=tuple(d.name for d in cluster.devices),
         recomputed=recomputed,
+        gradient_accumulation_steps=batches,
     )
     verify_plan(plan)
     return plan

@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from hap.cluster import ClusterSpec
+from hap.codegen.accumulate import find_accumulation
 from hap.codegen.lowering import draft
 from hap.codegen.passes.runner import Pass, run_passes, standard_passes
 from hap.codegen.program import Convert, Program
@@ -28,6 +29,7 @@ from hap.cost_models.collective import best_decomposition
 from hap.cost_models.compute import Calls, ComputeTable
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.timeline import Event, Timeline, play
+from hap.fabric import Array
 from hap.graph import Graph
 from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.plan import GroupPlan, Plan
@@ -36,7 +38,7 @@ from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
-from hap.search.score import Score, Times, Work, score_of
+from hap.search.score import Apart, Score, Times, Work, score_of
 from hap.search.starts import EVERYTHING
 from hap.search.strategies import Chooser
 
@@ -60,7 +62,8 @@ def default_passes(program: Program, cluster: ClusterSpec | None) -> tuple[Pass,
 
 
 def played(graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec, *, off: Sequence[str] = ()) -> Timeline:
-    """One step of ``program``, which ``lower`` made of ``plan``, after the passes but those named in ``off``."""
+    """One step of ``program``, which ``lower`` made of ``plan``, after the passes but those named in ``off``; of a step
+    of several batches the last one's part, with the update, and what is deferred to it."""
     return play(played_events(graph, plan, program, cluster, off=off), tuple(d.name for d in cluster.devices))
 
 
@@ -167,7 +170,7 @@ def played_s(problem: Problem, found: Found) -> float:
     """The step in seconds of the plan's program as it is run: as ``played`` has it, to rounding, and quicker."""
     graph, evaluator = problem.choices.graph, problem.facts.evaluator
     sizes = {name: tuple(found.sizes[name]) for name in used_groups(found.strategies.values())}
-    score = _score(problem, found, sizes)
+    whole, apart = _scores(problem, found, sizes)
     own = {(c.need.value, c.need.target, c.need.phase): c.decomposition for c in found.evaluation.conversions}
 
     def way(work: Work) -> str:
@@ -178,11 +181,19 @@ def played_s(problem: Problem, found: Found) -> float:
     folded = evaluator.folds.find(dict.fromkeys(sizes.values()))
     cluster, here = (problem.cluster, sizes) if folded is None else (folded, folded.take(sizes))
     update_s = update_seconds(graph, found.strategies, here, cluster, problem.optimizer)
-    return score.step_s(Times.of(score, [way(work) for work in score.works], cluster, here, update_s))
+
+    def step_s(score: Score, ending_s: Array) -> float:
+        return score.step_s(Times.of(score, [way(work) for work in score.works], cluster, here, ending_s))
+
+    if apart is None:
+        return step_s(whole, update_s)
+    count, adding_s = problem.facts.batches.count, apart.adding_s(cluster, here)
+    return ((count - 1) * step_s(apart.score, adding_s) + step_s(whole, adding_s + update_s)) / count
 
 
-def _score(problem: Problem, found: Found, sizes: GroupSizes) -> Score:
-    """Of the plan's program, drafted at these sizes of the groups that it uses; of the same strategies once."""
+def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, Apart | None]:
+    """Of the plan's program, drafted at these sizes of the groups that it uses, and of what batches before a step's
+    last run of it, if there are such; of the same strategies once."""
     key = (chosen(found.strategies), found.regather, found.kept, found.repeated)
     if key not in problem.scores:
         groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
@@ -192,7 +203,16 @@ def _score(problem: Problem, found: Found, sizes: GroupSizes) -> Score:
         program = replace(program, recomputed=found.repeated)
         rewritten = run_passes(program, standard_passes(), verify=False).program
         measured = problem.facts.compute.is_measured
-        problem.scores[key] = score_of(rewritten, graph, found.strategies, problem.facts.calls, measured=measured)
+
+        def score(program: Program) -> Score:
+            return score_of(program, graph, found.strategies, problem.facts.calls, measured=measured)
+
+        apart = None
+        if problem.facts.batches.count > 1:
+            first, held = find_accumulation(rewritten).first, rewritten.held
+            before = replace(rewritten, backward=first.instructions, gradients=first.gradients)
+            apart = Apart(score(before), tuple((held[n].meta.nbytes, held[n].placement) for n in first.local))
+        problem.scores[key] = score(rewritten), apart
     return problem.scores[key]
 
 

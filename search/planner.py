@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from hap.cluster import ClusterSpec
+from hap.deferral import Batches
 from hap.errors import InfeasibleError, PlanError
 from hap.garbage import uncollected
 from hap.placement import GroupSizes
@@ -65,20 +66,28 @@ def plan_graph(
     budget_s: float | None = None,
     method: Method = "milp",
     leave_out: bool = False,
+    batches: int = 1,
 ) -> Plan:
     """The best plan found for one training step of ``choices.graph`` on ``cluster``.
 
     ``method``: strategies are chosen by an integer program, or synthesised by A* (``synthesis``): both are exact at
     given sizes, but for large programs where memory binds (``warm``), so plans cost alike, but A* takes longer.
     ``leave_out``: where a job is faster, as it is run, without the slowest kinds of devices, the plan is for a cluster
-    of the others (``fewer``), and its bound is below all plans with and without them.
+    of the others (``fewer``), and its bound is below all plans with and without them. ``batches``: of a step of the
+    optimizer, all but the last under ``no_sync()``; times are then those of one batch, the mean over a step's.
     On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,
     if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work; ``provenance.solver`` then
     says ``stopped``, and names the budget if that was it. InfeasibleError if nothing fits, with the numbers; PlanError
     for a pin or a budget that makes no sense, or if the budget ended before a plan was found.
     """
     progress = Progress(budget_s=budget_s)
-    problem = Problem.state(choices, cluster, optimizer, pins or Pins())
+    if batches < 1 or (leave_out and batches > 1):
+        raise PlanError(
+            f"a step has at least one batch, not {batches}"
+            if batches < 1
+            else "devices are left out of plans for steps of one batch only: name fewer devices, or plan for one batch"
+        )
+    problem = Problem.state(choices, cluster, optimizer, pins or Pins(), Batches.of(choices.graph, batches))
     tried = Tried([Search(problem, LIMITS[effort], progress=progress, method=method)])
     advice: Advice | None = None
     stopped: dict[str, Any] = {}
@@ -96,7 +105,7 @@ def plan_graph(
                 search, _, overlapped_s = planned = tried.planned[0]
                 as_run = overlapped_s is not None
                 advice = advise(search.problem, planned.as_run_s, as_run, partial(search.alone_s, as_run=as_run))
-        for proved_s in tried.proofs():
+        for proved_s in tried.proofs() if batches == 1 else ():  # cases know of one batch
             lower_bound_s = max(proved_s, lower_bound_s or 0.0)
             progress.say(partial(_proved, lower_bound_s, tried.best()))
             progress.check()
@@ -127,6 +136,7 @@ def plan_graph(
         advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,
         recomputed=best.recomputed,
+        batches=batches,
     )
 
 

@@ -22,11 +22,13 @@ from itertools import chain, pairwise
 import numpy as np
 
 from hap.cluster import ClusterSpec
+from hap.conversion import collective_kind
 from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.evaluate import Evaluator, UpdateTable
 from hap.cost_models.memory import local_bytes
 from hap.cost_models.optimizers import optimizer_state_bytes, update_flops
 from hap.cost_models.work import is_view
+from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
 from hap.placement import GroupSizes, Placement
@@ -46,6 +48,7 @@ class Facts:
     cluster: ClusterSpec
     optimizer: str
     recomputed: tuple[Recomputed, ...] = ()
+    batches: Batches = ONE
     _held: dict[str, list[tuple[int, int, Array]]] = field(default_factory=dict, repr=False)
     _alive: dict[tuple[Value, str], Array] = field(default_factory=dict, repr=False)
     found: dict[str, object] = field(default_factory=dict, repr=False)  # by others, of graph and candidates alone
@@ -89,7 +92,7 @@ class Facts:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        return Evaluator(self.graph, self.cluster, self.optimizer, self.calls)
+        return Evaluator(self.graph, self.cluster, self.optimizer, self.calls, batches=self.batches)
 
     @cached_property
     def compute(self) -> ComputeTable:
@@ -202,7 +205,7 @@ class Facts:
                 gradient = self.graph.gradients[node.target]
                 state = optimizer_state_bytes(self.optimizer, node.meta.nbytes)
                 kept.append((0, state, np.ones((MOMENTS, 1))))
-                born = self.position[gradient.node]
+                born = 0 if self.batches.count > 1 else self.position[gradient.node]
                 kept.append((0, self.graph.meta(gradient).nbytes, self.alive(born, len(self.graph.nodes))))
             return kept
         return [
@@ -250,6 +253,11 @@ class Facts:
                     found[node.name] = min(times)
         return found
 
+    def left(self, value: Value, source: Placement, target: Placement) -> Array:
+        """The moments at which there is what earlier batches left of a value for one exchange in its placement."""
+        is_left = value in self.batches.once and collective_kind(source, target) != "slice"
+        return np.full((MOMENTS, 1), float(is_left))
+
     def copy_alive(self, value: Value, copy: str) -> Array:
         """The moments at which a converted copy lives; ``copy`` is a phase, or "" for one copy shared by both."""
         if (value, copy) not in self._alive:
@@ -264,13 +272,13 @@ class Facts:
         return self.alive(min(first for first, _ in spans.values()), max(last for _, last in spans.values()))
 
     def update_s(self, name: str, strategy: Strategy, sizes: GroupSizes) -> Array:
-        """The optimizer's seconds for one parameter on every rank (N,); zeros for any other node."""
+        """A batch's part of the optimizer's seconds for one parameter on every rank (N,); zeros for any other node."""
         node, n = self.graph.by_name[name], self.cluster.world_size
         placement = strategy.outputs[0]
         if node.op != "parameter" or node.target not in self.graph.gradients or placement is None:
             return np.zeros(n)
         own = local_bytes(node.meta.nbytes, placement, sizes, n)
-        return self.updates.seconds(own, update_flops(self.optimizer, self.graph, node))
+        return self.updates.seconds(own, update_flops(self.optimizer, self.graph, node)) / self.batches.count
 
     @cached_property
     def updates(self) -> UpdateTable:

@@ -18,6 +18,7 @@ from hap.codegen.lowering import Drafts
 from hap.cost_models.compute import parts_seconds
 from hap.cost_models.evaluate import Evaluation, Prepared
 from hap.cost_models.optimizers import sees_whole
+from hap.deferral import ONE, Batches
 from hap.errors import InfeasibleError
 from hap.fabric import Array
 from hap.hosts_sum import HOSTS_SUM
@@ -31,7 +32,7 @@ from hap.search.pins import Pins, pinned_candidates, pinned_sizes
 from hap.search.prices import Facts
 from hap.search.ratios import Shares
 from hap.search.rounding import round_shares
-from hap.search.score import Score
+from hap.search.score import Apart, Score
 from hap.search.tables import Tables
 
 KEPT = 8  # plans that the judge was asked about last
@@ -53,7 +54,7 @@ class Problem:
     fixed: Mapping[str, Sizes]
     bundles: tuple[tuple[str, ...], ...]
     drafted: Drafts = field(default_factory=Drafts, repr=False)
-    scores: dict[object, Score] = field(default_factory=dict, repr=False)
+    scores: dict[object, tuple[Score, Apart | None]] = field(default_factory=dict, repr=False)
     shared: dict[object, Mapping[str, Shares] | None] = field(default_factory=dict, repr=False)
     larger: Problem | None = field(default=None, repr=False)
     _skeletons: dict[bool, Skeleton] = field(default_factory=dict, repr=False)  # with what was solved last
@@ -61,10 +62,13 @@ class Problem:
     _prepared: dict[tuple[tuple[int, ...], bool], Prepared] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def state(cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins) -> Problem:
+    def state(
+        cls, choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pins, batches: Batches = ONE
+    ) -> Problem:
+        """``batches``: of a step of the optimizer."""
         choices, owned = with_owners(choices, cluster, optimizer)
         candidates = _candidates(choices, cluster, optimizer, pins)
-        facts = Facts(choices.graph, candidates, cluster, optimizer)
+        facts = Facts(choices.graph, candidates, cluster, optimizer, batches=batches)
         classes = find_classes(choices.graph, candidates, colours=facts.colours)
         fixed = _fixed_sizes(choices, pins, cluster.world_size) | owned
         found = find_bundles(classes, candidates)
@@ -75,7 +79,7 @@ class Problem:
         """The same on another cluster. Nothing may be pinned to ranks."""
         assert not self.pins.sizes and self.pins.ratios is None, "sizes are pinned for other ranks"
         if cluster.world_size == 1 or self.fixed:
-            return Problem.state(self.choices, cluster, self.optimizer, self.pins)
+            return Problem.state(self.choices, cluster, self.optimizer, self.pins, self.facts.batches)
         facts = self.facts.on(cluster)
         return replace(self, cluster=cluster, facts=facts, shared={}, larger=self, _tables={}, _prepared={})
 

@@ -209,7 +209,7 @@ class _Program:
             self._wires[key] = [self._wire(rows, need) for rows in self._form(cost).stages]
         for rows in self._wires[key]:
             if rows is not None:
-                self._above("wire", rows)
+                self._above("wire", rows, self.facts.batches.part(need.value))
 
     def _wire(self, rows: Rows, need: Need) -> Array | None:
         """(K, shares + 1) in ms, the constant last; None where nothing is shared."""
@@ -234,13 +234,13 @@ class _Program:
             self._forms[key] = self.wires.form(*key, need.source, need.target, self.sizes)
         return self._forms[key]
 
-    def _above(self, label: str, table: Array) -> None:
+    def _above(self, label: str, table: Array, weight: float = 1.0) -> None:
         """A minimised variable above every row (K, shares + 1). Equal ones are one variable that counts more."""
         key = np.round(table, 9).tobytes()
         if key in self.tops:
-            self.cost[self.tops[key]] += 1.0
+            self.cost[self.tops[key]] += weight
             return
-        top = self.tops[key] = self._variable(f"{label}[{len(self.tops)}]", cost=1.0)
+        top = self.tops[key] = self._variable(f"{label}[{len(self.tops)}]", cost=weight)
         for j, row in enumerate(table):
             terms = [(int(v), -float(row[v])) for v in np.flatnonzero(np.abs(row[:-1]) >= SMALLEST)]
             self._row(f"{label}[{len(self.tops) - 1},{j}]", float(row[-1]), np.inf, [(top, 1.0), *terms])
@@ -265,6 +265,9 @@ class _Program:
                 again = self.regather and self.facts.graph.by_name[cost.need.value.node].op == "parameter"
                 alive = self.facts.copy_alive(cost.need.value, cost.need.phase if again else "")
                 hold(cost.need.target, cost.nbytes, alive)
+            if self.facts.batches.once:
+                need = cost.need
+                hold(need.source, cost.nbytes, self.facts.left(need.value, need.source, need.target))
         whole = _at_moments(everywhere)  # bytes of everybody, and per share of a group
         pieces = {group: _at_moments(held) for group, held in dealt.items()}
         now = whole + sum(by * self.here[group] for group, by in pieces.items())

@@ -203,7 +203,8 @@ class Relaxation:
             for (p, q), flow in flows.items():
                 users_of.setdefault((p, q), []).append((flow, each))
                 reads_of.setdefault((p, q), {}).setdefault(self._part(same), []).append((flow, each))
-        self._converted(label, first, produced, users_of)
+        once = min(self.facts.batches.part(r[0].value) for r in reads)
+        self._converted(label, first, produced, users_of, once)
         if self.crowded and all(r[0].value.node in self._stored for r in reads):
             self._copies(label, first, produced, reads_of, supply, len(reads))
 
@@ -246,12 +247,14 @@ class Relaxation:
         value: Value,
         produced: Sequence[Placement | None],
         users_of: Mapping[tuple[int, Placement], Sequence[tuple[int, int]]],
+        once: float,
     ) -> None:
+        """``once``: the part of a conversion that a batch pays."""
         nbytes = self.facts.graph.meta(value).nbytes
         for (p, target), users in users_of.items():
             source = produced[p]
             assert source is not None
-            seconds = self.conversion_s(nbytes, source, target)
+            seconds = once * self.conversion_s(nbytes, source, target)
             if len(users) == 1:
                 flow, each = users[0]
                 self.cost[flow] += seconds * MS / each
@@ -322,7 +325,9 @@ class Relaxation:
         """What a plan comes to here, whose conversions these are."""
         candidates = self.facts.candidates
         calls_s = sum(self.node_s(name, candidates[name].index(chosen)) for name, chosen in strategies.items())
-        return calls_s + sum(self.conversion_s(c.nbytes, c.need.source, c.need.target) for c in conversions)
+        part = self.facts.batches.part
+        ends = ((c, c.need.source, c.need.target) for c in conversions)
+        return calls_s + sum(part(c.need.value) * self.conversion_s(c.nbytes, *both) for c, *both in ends)
 
     def _state(self) -> None:
         """All ranks' memory: at the end of the step parameters, their gradients and the optimizer's state; between both

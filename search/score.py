@@ -24,8 +24,9 @@ import numpy as np
 from hap.codegen.passes.windows import work_of
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, gradients_alone
 from hap.cost_models.collective import collective_coefficients, shares
-from hap.cost_models.compute import Calls, ComputeTable, Parts
+from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeTable, Parts
 from hap.cost_models.fold import Cluster
+from hap.cost_models.memory import many_local_bytes
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue
@@ -146,6 +147,21 @@ class Times:
         rows = [_call_seconds(score.calls, cluster, sizes), np.array(packing).reshape(len(packing), cluster.world_size)]
         around = [d.kind.step_s * d.factor if isinstance(d, MeasuredDevice) else 0.0 for d in cluster.devices]
         return cls(np.concatenate(rows), [seconds for seconds, _ in wires], np.array(around), update_s)
+
+
+class Apart(NamedTuple):
+    """Of a batch before a step's last. ``local``: bytes of the whole, and how it lies, of what is added up."""
+
+    score: Score
+    local: tuple[tuple[int, Placement], ...]
+
+    def adding_s(self, cluster: Cluster, sizes: GroupSizes) -> Array:
+        """Seconds of every rank (N,): one call each, which reads two tensors and writes one."""
+        own = many_local_bytes(self.local, sizes, cluster.world_size)
+        rates = np.array([DEFAULT_MODEL.bytes_per_s(d, "elementwise") for d in cluster.devices])
+        launches = np.array([d.launch_s for d in cluster.devices])
+        found: Array = np.where(own > 0, launches + 3 * own / rates, 0.0).sum(axis=0)
+        return found
 
 
 def _call_seconds(calls: Sequence[Parts], cluster: Cluster, sizes: GroupSizes) -> Array:

@@ -183,10 +183,13 @@ class Tables:
             first = members[0]
             value, source, target = payer.values[first], payer.sources[first], payer.targets[first]
             what = _Conversion(facts.graph.meta(value).nbytes, self._named(source), self._named(target))
-            self.conversions.add(number, what, float(len(members)))
+            self.conversions.add(number, what, sum(facts.batches.part(payer.values[m]) for m in members))
             alive = self._copies([payer.values[m] for m in members], payer.copy)
             if alive is not None:
                 self.copies.add(number, (what.target, what.nbytes), alive)
+            if facts.batches.once:
+                left: Array = np.sum([facts.left(payer.values[m], source, target)[:, 0] for m in members], axis=0)
+                self.copies.add(number, (what.source, what.nbytes), left)
 
     def _copies(self, values: Sequence[Value], copy: str) -> Array | None:
         """Of copies of these values, how many are there at every moment (MOMENTS,); None if there never is one.
@@ -286,7 +289,7 @@ class Prices:
         whats = list(cast(Iterable[tuple[int, Placement, float]], self.tables.updates.numbers))
         own = many_local_bytes(((nbytes, p) for nbytes, p, _ in whats), self.here, self.cluster.world_size)
         flops = np.array([flops for *_, flops in whats]).reshape(-1, 1)
-        return UpdateTable(self.cluster, self.facts.optimizer).seconds(own, flops)
+        return UpdateTable(self.cluster, self.facts.optimizer).seconds(own, flops) / self.facts.batches.count
 
     def _local(self, entries: _Entries) -> Array:
         """Bytes of every (placement, bytes of the whole) on every rank (what, N)."""

@@ -36,6 +36,12 @@ def plan(
     leave_out: Annotated[
         bool, typer.Option("--leave-out", help="Leave out the slowest kinds of devices where that is faster.")
     ] = False,
+    accumulate: Annotated[
+        int,
+        typer.Option(
+            "--gradient-accumulation-steps", metavar="N", min=1, help="Batches of a step, whose gradients are added up."
+        ),
+    ] = 1,
     mesh: Annotated[
         Literal["flat", "hosts", "best"],
         typer.Option(help="One axis over all devices; two, between hosts and inside each; or the faster of both."),
@@ -64,6 +70,9 @@ def plan(
     With --leave-out the plan is for fewer devices where a step is shorter without the slowest kinds; it then says which
     it leaves out, what a step of all would take, and how to start the job on the others.
 
+    With --gradient-accumulation-steps the plan is for a loop that adds up the gradients of so many batches before the
+    optimizer steps, all but the last under program.no_sync(); times are of one batch, the mean over a step's.
+
     With --mesh hosts the batch is dealt out between the hosts, and each host's part is planned for its devices: worth
     its while where the batch is large and hosts hold several devices. --mesh best plans both and takes the faster.
 
@@ -89,7 +98,7 @@ def plan(
         from hap.purchases import compare
 
         with shared.working("planning every variant"):
-            ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort)
+            ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort, batches=accumulate)
         shared.print_json(ranking.to_json()) if as_json else print(ranking)
         return
     from hap.axes import plan_axes
@@ -105,6 +114,7 @@ def plan(
             optimizer=optimizer,
             effort=effort,
             leave_out=leave_out,
+            gradient_accumulation_steps=accumulate,
             **of_one_axis,
         )
     from hap.mesh_plan import MeshPlan

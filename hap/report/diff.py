@@ -165,6 +165,8 @@ def _of_one_axis(a: Plan, b: Plan) -> Iterator[str]:
     yield from _calls(a, b)
     if a.recomputed != b.recomputed:
         yield f"computed again in the backward pass: {_repeated(a)}; now {_repeated(b)}"
+    if a.gradient_accumulation_steps != b.gradient_accumulation_steps:
+        yield f"batches of a step: {a.gradient_accumulation_steps}; now {b.gradient_accumulation_steps}"
     if a.devices != b.devices:
         gone = [d for d in a.devices if d not in b.devices]
         new = [d for d in b.devices if d not in a.devices]

@@ -49,7 +49,10 @@ def _sentences(facts: Facts) -> Iterator[str]:
     )
     step = predicted.as_run_s
     rate = f", {quantity(facts.batch / step)} samples a second" if facts.batch and step else ""
-    yield f"One step is predicted to take {seconds(step)}{rate}."
+    if (batches := plan.gradient_accumulation_steps) > 1:
+        yield f"A step has {batches} batches; each is predicted to take {seconds(step)} on average{rate}."
+    else:
+        yield f"One step is predicted to take {seconds(step)}{rate}."
     if predicted.overlapped_s is not None and predicted.step_s > 1.005 * step:
         plain = seconds(predicted.step_s)
         yield f"That is with collectives bundled and sent beside compute; with nothing overlapped it would be {plain}."

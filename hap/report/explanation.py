@@ -19,6 +19,7 @@ from hap.cost_models.compute import DEFAULT_MODEL
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.sequence import ConversionCost, Pricer, sequence
 from hap.cost_models.timeline import Timeline
+from hap.deferral import Batches
 from hap.fabric import Array
 from hap.graph import Graph, Value
 from hap.order import repeats
@@ -59,7 +60,8 @@ def make_explanation(
     """The explanation of a plan made for ``graph`` and ``cluster``; ``played`` is its step as it is run."""
     strategies = strategies_of(plan)
     needs = needs_of(plan, graph, strategies)
-    costs = Pricer(graph, plan.sizes, cluster).price(needs)
+    batches = Batches.of(graph, plan.gradient_accumulation_steps)
+    costs = Pricer(graph, plan.sizes, cluster, batches=batches).price(needs)
     replay = _Replay(plan, graph, cluster, {cost.need: i for i, cost in enumerate(costs)})
     again = repeats(graph, strategies, plan.repeated)
     for item in sequence(graph, strategies, plan.sizes, cluster, costs, DEFAULT_MODEL, again=again):
@@ -67,7 +69,7 @@ def make_explanation(
             replay.collective(item)
         else:
             replay.compute(item.name, item.kind, item.seconds)
-    replay.end(update_seconds(graph, strategies, plan.sizes, cluster, plan.provenance.optimizer))
+    replay.end(update_seconds(graph, strategies, plan.sizes, cluster, plan.provenance.optimizer) / batches.count)
     return Explanation(
         cluster=cluster_body(cluster),
         classes=replay.classes(),

@@ -111,6 +111,8 @@ def _headline(plan: Plan) -> Iterator[str]:
         f"{made.model}: {quantity(made.parameters)} parameters, {made.optimizer}, "
         f"on {counted(plan.world_size, 'device')} of cluster {made.cluster!r} ({made.backend})"
     )
+    if (batches := plan.gradient_accumulation_steps) > 1:
+        yield f"a step has {batches} batches, whose gradients are added up; times are of one batch, their mean"
     proof = ""
     if predicted.gap is not None and predicted.lower_bound_s is not None:
         bound = seconds(predicted.lower_bound_s)

@@ -5,7 +5,8 @@
 
     one-rank       training on a one-rank NCCL group, stopped and gone on with, equals plain PyTorch, float64, 1e-10
     collectives    every collective in every decomposition, unequal and zero shares, equals the plain result exactly
-    ranks          data parallel, ZeRO and tensor parallel with unequal shares equal one device (2 GPUs or more)
+    ranks          data parallel, ZeRO and tensor parallel with unequal shares equal one device, with one batch a step
+                   and with three, whose gradients are exchanged once (2 GPUs or more)
     random         random numbers and dropout's masks on the GPU are those on the CPU
     overhead       forward and backward of the emitted program beside eager's, GPT-2 medium, bfloat16: at most 2% more
     compiled       the same beside torch.compile (no limit: the figure is printed)

@@ -245,7 +245,8 @@ class Walk:
             return source  # a range of its memory
         nbytes = self.graph.meta(need.value).nbytes
         if self._is_exchanged(need.value, need.target) and (need.value, need.source) not in self.local:
-            self.local[need.value, need.source] = self._allocate("gradients", nbytes, need.source)
+            left = self.batches.left_bytes(need.value, self.graph.meta(need.value))
+            self.local[need.value, need.source] = self._allocate("gradients", left, need.source)
         packed = self.packed.setdefault(self._staging(need, nbytes), len(self.packed))
         self.stagings.append((self.end, number, packed))
         return self._allocate("gathered" if need.collective == "all_gather" else "activations", nbytes, need.target)

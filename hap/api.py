@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 import hap.errors
+from hap.batching import best_batches
 from hap.capture import capture
-from hap.capture.inputs import StepInputs
+from hap.capture.inputs import StepInputs, step_inputs
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.codegen.passes.recompute import recompute_calls
@@ -40,7 +41,7 @@ from hap.search.judge import default_passes, played
 from hap.search.limits import Method
 from hap.search.mesh import plan_mesh as search_mesh
 from hap.search.pins import Pins
-from hap.search.planner import Effort, plan_graph
+from hap.search.planner import Effort, check_batches, plan_graph
 from hap.search.subsets import without
 from hap.starting import left_out, refusal
 from hap.whatif import explained
@@ -67,7 +68,7 @@ def plan(
     profile: ProfileLike | None = None,
     method: Method = "milp",
     leave_out: bool = False,
-    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_steps: int | Literal["best"] = 1,
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
 
@@ -85,12 +86,22 @@ def plan(
     which the job is to be started (``hap.starting``), and names those that it leaves out.
     ``gradient_accumulation_steps``: so many batches like the example have their gradients added up before the optimizer
     steps, all but the last under ``program.no_sync()``; what is predicted is then of one batch, the mean over a step's.
+    With ``best`` the example is what a step has in all, and the plan for the first so many rows of every tensor with as
+    many as the first input has: as many batches (``plan.gradient_accumulation_steps``) as make the step shortest.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
-    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster, profile)
-    return _decide(graph, spec, optimizer, pins, effort, budget_s, method, leave_out, gradient_accumulation_steps)
+
+    def decide(inputs: Any, targets: Any, batches: int) -> Plan:
+        graph = capture(model, inputs, loss_fn=loss_fn, example_targets=targets, outputs=outputs)
+        return _decide(graph, spec, optimizer, pins, effort, budget_s, method, leave_out, batches)
+
+    if gradient_accumulation_steps != "best":
+        return decide(example_inputs, example_targets, gradient_accumulation_steps)
+    check_batches(2, leave_out)
+    whole = step_inputs(example_inputs, example_targets)
+    return best_batches(whole, lambda one, count: decide((one.args, one.kwargs), one.targets or None, count))
 
 
 def plan_mesh(

@@ -16,7 +16,12 @@ Mesh = Literal["flat", "hosts", "best"]
 
 
 def plan_axes(
-    mesh: Mesh, model: torch.nn.Module, cluster: api.Cluster, *, gradient_accumulation_steps: int = 1, **given: Any
+    mesh: Mesh,
+    model: torch.nn.Module,
+    cluster: api.Cluster,
+    *,
+    gradient_accumulation_steps: int | Literal["best"] = 1,
+    **given: Any,
 ) -> Plan | MeshPlan:
     """``hap.plan`` for ``flat``, ``hap.plan_mesh`` for ``hosts``, and for ``best`` of both plans the one with the
     shortest step as run, or the only one that there is. ``given``: the arguments that all of them take. The errors are

@@ -7,9 +7,12 @@ gradients, by linear calls alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from hap.graph import Graph, Node, Value
+import torch
+
+from hap.graph import Graph, TensorMeta, Value
 
 _CALLS = """_to_copy.default _unsafe_view.default add.Tensor alias.default clone.default div.Tensor mul.Tensor
 neg.default permute.default reshape.default squeeze.dim squeeze.dims t.default transpose.int unsqueeze.default
@@ -23,33 +26,32 @@ def is_linear(op: str, inputs: int) -> bool:
     return op in LINEAR and inputs == (2 if op == _ADDS else 1)
 
 
-def deferrable_values(graph: Graph) -> frozenset[Value]:
-    """Those of which nothing but gradients is made, by linear calls alone; gradients that nobody reads, too."""
-    found: set[Value] = set()
+def deferrable_values(graph: Graph) -> dict[Value, torch.dtype]:
+    """Those of which nothing but gradients is made, by linear calls alone; gradients that nobody reads, too. With the
+    dtype of a gradient, in which batches are added up."""
+    found: dict[Value, torch.dtype] = {}
     gradients, needed = frozenset(graph.gradients.values()), {graph.loss, *graph.updates.values()}
 
-    def is_made_into_gradients(value: Value) -> bool:
+    def made_into(value: Value) -> torch.dtype | None:
         users = graph.users.get(value, ())
-        if value in needed or not (users or value in gradients):
-            return False
-        return all(is_linear(user.op, len(user.inputs)) and Value(user.name) in found for user, _ in users)
-
-    def add(node: Node) -> None:
-        found.update(v for i in range(len(node.outputs)) if is_made_into_gradients(v := Value(node.name, i)))
+        made = [found.get(Value(u.name)) if is_linear(u.op, len(u.inputs)) else None for u, _ in users]
+        if value in needed or None in made or not (made or value in gradients):
+            return None
+        return graph.meta(value).dtype if value in gradients else made[0]
 
     for node in reversed(graph.nodes):
-        if not node.is_source:
-            add(node)
-    return frozenset(found)
+        values = () if node.is_source else (Value(node.name, i) for i, m in enumerate(node.outputs) if m is not None)
+        found |= {value: dtype for value in values if (dtype := made_into(value)) is not None}
+    return found
 
 
 @dataclass(frozen=True)
 class Batches:
-    """How many batches a step of the optimizer has, and the values that then travel ``once`` a step. Costs are of one
-    batch, the mean over a step's."""
+    """How many batches a step of the optimizer has, and the values that then travel ``once`` a step, with the dtype in
+    which they are added up. Costs are of one batch, the mean over a step's."""
 
     count: int = 1
-    once: frozenset[Value] = frozenset()
+    once: Mapping[Value, torch.dtype] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, count: int) -> Batches:
@@ -58,6 +60,10 @@ class Batches:
     def part(self, value: Value) -> float:
         """Of what its conversions take, what a batch pays."""
         return 1 / self.count if value in self.once else 1.0
+
+    def left_bytes(self, value: Value, meta: TensorMeta) -> int:
+        """Of what earlier batches leave of a value that waits."""
+        return meta.numel * self.once[value].itemsize
 
 
 ONE = Batches()

@@ -81,12 +81,7 @@ def plan_graph(
     for a pin or a budget that makes no sense, or if the budget ended before a plan was found.
     """
     progress = Progress(budget_s=budget_s)
-    if batches < 1 or (leave_out and batches > 1):
-        raise PlanError(
-            f"a step has at least one batch, not {batches}"
-            if batches < 1
-            else "devices are left out of plans for steps of one batch only: name fewer devices, or plan for one batch"
-        )
+    check_batches(batches, leave_out)
     problem = Problem.state(choices, cluster, optimizer, pins or Pins(), Batches.of(choices.graph, batches))
     tried = Tried([Search(problem, LIMITS[effort], progress=progress, method=method)])
     advice: Advice | None = None
@@ -138,6 +133,16 @@ def plan_graph(
         recomputed=best.recomputed,
         batches=batches,
     )
+
+
+def check_batches(batches: int, leave_out: bool) -> None:
+    """PlanError unless steps of so many batches can be planned."""
+    if batches < 1:
+        raise PlanError(f"a step has at least one batch, not {batches}")
+    if leave_out and batches > 1:
+        raise PlanError(
+            "devices are left out of plans for steps of one batch only: name fewer devices, or plan for one batch"
+        )
 
 
 def _if_shorter(tried: Tried, best: Found) -> dict[str, float]:

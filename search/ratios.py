@@ -265,9 +265,9 @@ class _Program:
                 again = self.regather and self.facts.graph.by_name[cost.need.value.node].op == "parameter"
                 alive = self.facts.copy_alive(cost.need.value, cost.need.phase if again else "")
                 hold(cost.need.target, cost.nbytes, alive)
-            if self.facts.batches.once:
-                need = cost.need
-                hold(need.source, cost.nbytes, self.facts.left(need.value, need.source, need.target))
+            if (need := cost.need).value in self.facts.batches.once:
+                nbytes = self.facts.batches.left_bytes(need.value, self.facts.graph.meta(need.value))
+                hold(need.source, nbytes, self.facts.left(need.value, need.source, need.target))
         whole = _at_moments(everywhere)  # bytes of everybody, and per share of a group
         pieces = {group: _at_moments(held) for group, held in dealt.items()}
         now = whole + sum(by * self.here[group] for group, by in pieces.items())

@@ -187,9 +187,10 @@ class Tables:
             alive = self._copies([payer.values[m] for m in members], payer.copy)
             if alive is not None:
                 self.copies.add(number, (what.target, what.nbytes), alive)
-            if facts.batches.once:
-                left: Array = np.sum([facts.left(payer.values[m], source, target)[:, 0] for m in members], axis=0)
-                self.copies.add(number, (what.source, what.nbytes), left)
+            if late := [v for m in members if (v := payer.values[m]) in facts.batches.once]:
+                left: Array = np.sum([facts.left(v, source, target)[:, 0] for v in late], axis=0)
+                held = facts.batches.left_bytes(late[0], facts.graph.meta(late[0]))
+                self.copies.add(number, (what.source, held), left)
 
     def _copies(self, values: Sequence[Value], copy: str) -> Array | None:
         """Of copies of these values, how many are there at every moment (MOMENTS,); None if there never is one.

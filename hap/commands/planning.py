@@ -37,11 +37,13 @@ def plan(
         bool, typer.Option("--leave-out", help="Leave out the slowest kinds of devices where that is faster.")
     ] = False,
     accumulate: Annotated[
-        int,
+        str,
         typer.Option(
-            "--gradient-accumulation-steps", metavar="N", min=1, help="Batches of a step, whose gradients are added up."
+            "--gradient-accumulation-steps",
+            metavar="N|best",
+            help="Batches of a step, whose gradients are added up; best: as many parts of the batch as are fastest.",
         ),
-    ] = 1,
+    ] = "1",
     mesh: Annotated[
         Literal["flat", "hosts", "best"],
         typer.Option(help="One axis over all devices; two, between hosts and inside each; or the faster of both."),
@@ -71,7 +73,8 @@ def plan(
     it leaves out, what a step of all would take, and how to start the job on the others.
 
     With --gradient-accumulation-steps the plan is for a loop that adds up the gradients of so many batches before the
-    optimizer steps, all but the last under program.no_sync(); times are of one batch, the mean over a step's.
+    optimizer steps, all but the last under program.no_sync(); times are of one batch, the mean over a step's. With best
+    the batch is what a step has in all, and the plan says in how many parts it is fastest.
 
     With --mesh hosts the batch is dealt out between the hosts, and each host's part is planned for its devices: worth
     its while where the batch is large and hosts hold several devices. --mesh best plans both and takes the faster.
@@ -82,6 +85,7 @@ def plan(
     """
     changes = [*(("add", a) for a in add or ()), *(("without", w) for w in without or ())]
     changes += [("link", entry) for entry in link or ()]
+    batches = _batches(accumulate)
     given = {"profile": profile, "budget_s": budget_s, "method": None if method == "milp" else method}
     of_one_axis: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if changes and (of_one_axis or (out, mesh, leave_out) != (None, "flat", False)):
@@ -95,10 +99,12 @@ def plan(
 
     spec = ClusterSpec.load(cluster)
     if changes:
+        if batches == "best":
+            raise HapError("--add, --without and --link compare clusters for one number of batches; name it")
         from hap.purchases import compare
 
         with shared.working("planning every variant"):
-            ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort, batches=accumulate)
+            ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort, batches=batches)
         shared.print_json(ranking.to_json()) if as_json else print(ranking)
         return
     from hap.axes import plan_axes
@@ -114,7 +120,7 @@ def plan(
             optimizer=optimizer,
             effort=effort,
             leave_out=leave_out,
-            gradient_accumulation_steps=accumulate,
+            gradient_accumulation_steps=batches,
             **of_one_axis,
         )
     from hap.mesh_plan import MeshPlan
@@ -129,6 +135,14 @@ def plan(
         print(summarize_mesh(found))
     else:
         print(summarize(found, api.planned_part(found, spec)))
+
+
+def _batches(text: str) -> int | Literal["best"]:
+    if text == "best":
+        return "best"
+    if not text.isdecimal() or int(text) < 1:
+        raise HapError(f"--gradient-accumulation-steps {text}: expected a number from 1 on, or best")
+    return int(text)
 
 
 def program(

@@ -48,7 +48,7 @@ def of(plan: Plan, graph: Graph, on: ClusterSpec, batches: int) -> Evaluation:
 def test_gradients_and_what_only_they_are_made_of_can_wait() -> None:
     graph = gpt2.graph()
     once = deferrable_values(graph)
-    assert set(graph.gradients.values()) <= once
+    assert set(graph.gradients.values()) <= once.keys() and set(once.values()) == {torch.float64}
     ops = {graph.by_name[v.node].op for v in once}
     assert {"aten.mm.default", "aten.embedding_dense_backward.default"} <= ops, "which make them"
     activations = [n for n in graph.nodes if n.op == "aten.gelu_backward.default" and Value(n.name) in once]
@@ -63,6 +63,16 @@ def test_a_gradient_that_is_read_for_something_else_cannot_wait() -> None:
     assert value in deferrable_values(graph)
     other = graph.gradients["bias"]
     assert other not in deferrable_values(replace(graph, updates={"seen": other}))
+
+
+def test_batches_are_added_up_in_the_gradients_dtype() -> None:
+    """Under autocast products are in bfloat16, gradients in float32."""
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = capture(nn.Linear(64, 64), torch.zeros(8, 64), loss_fn=lambda out: out.square().sum())
+    batches = Batches.of(graph, 4)
+    narrow = [v for v in batches.once if graph.meta(v).dtype == torch.bfloat16]
+    assert narrow and set(batches.once.values()) == {torch.float32}
+    assert all(batches.left_bytes(v, graph.meta(v)) == 2 * graph.meta(v).nbytes for v in narrow)
 
 
 # ---- seconds ----

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import hap
 from benchmarks.race_models import build
 from benchmarks.race_rank import Contestant, Ddp, Hap
 
-OURS, FOR_ONE, EACH, DDP = "HAP", "HAP, planned for one batch", "HAP, summed each time", "DDP, by speed"
+OURS, FOR_ONE, EACH = "HAP", "HAP, planned for one batch", "HAP, summed each time"
+ACCO, DDP = "HAP, ACCO", "DDP, by speed"
 BATCHES = 4  # of a step
 
 
@@ -44,6 +47,18 @@ class HapEach(HapBatches):
     apart = False
 
 
+class HapAcco(Hap):
+    """Exchanges and updates in another thread, which is not stretched to the device's speed."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.acco = hap.Acco(self.program, self.optimizer, batches=BATCHES)
+
+    def step(self) -> float:
+        losses = [float(self.acco.step(self.batch, targets=self.targets)) for _ in range(BATCHES)]
+        return sum(losses) / BATCHES / dist.get_world_size()
+
+
 class DdpBatches(Ddp):
     def step(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)
@@ -68,6 +83,8 @@ def enter(
             return HapBatches(built, of_one, cluster, profile, ())
         case "HAP, summed each time":
             return HapEach(built, of_one, cluster, profile, ())
+        case "HAP, ACCO":
+            return HapAcco(built, of_several, cluster, profile, ())
         case "DDP, by speed":
             return DdpBatches(built, sizes)
     raise ValueError(name)

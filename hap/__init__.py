@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from hap.plan import Plan
     from hap.rules.discover import discover_rule
     from hap.rules.register import register_rule
+    from hap.runtime.acco import Acco
     from hap.runtime.program import HapProgram
     from hap.search.pins import Pins
 
 __version__ = "0.1.0"
 __all__ = [
+    "Acco",
     "CaptureError",
     "ClusterError",
     "ClusterSpec",
@@ -58,6 +60,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Acco": "hap.runtime.acco",
     "ClusterSpec": "hap.cluster",
     "HapProgram": "hap.runtime.program",
     "MeshPlan": "hap.mesh_plan",

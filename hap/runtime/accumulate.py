@@ -54,16 +54,22 @@ class Unsummed:
 
     def together(self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients of a backward pass with all that earlier ones left."""
-        self.forget_zeroed()
-        for target in {t for other in self._held for t in other.accumulation.deferred}:
-            if self._zeros.get(target) == self._now(target):
-                self._shares[target].grad = None  # what it stands for is made now
-        gradients = step.backward(saved, tangent, self._held.pop(step, None))
-        for other, held in self._held.items():
+        left = self.take()
+        gradients = step.backward(saved, tangent, left.pop(step, None))
+        for other, held in left.items():
             for target, found in other.sum_up(held).items():
                 gradients[target] = found if target not in gradients else gradients[target] + found
-        self._drop()
         return gradients
+
+    def take(self) -> dict[Step, dict[str, torch.Tensor]]:
+        """What is held, which is somebody else's from now on; the zeros that stand for it are dropped."""
+        self.forget_zeroed()
+        for target in {t for step in self._held for t in step.accumulation.deferred}:
+            if self._zeros.get(target) == self._now(target):
+                self._shares[target].grad = None
+        held = dict(self._held)
+        self._drop()
+        return held
 
     def check(self, what: str) -> None:
         """ProgramError if gradients are not complete."""

@@ -253,21 +253,33 @@ class Communicator:
             if self.device.type == "cuda":
                 self._lanes.append((StreamLane(self.device), self.group))
             else:
-                ranks = dist.get_process_group_ranks(self.group)
-                for _ in range(LANES):
-                    self._lanes.append((ThreadLane(), dist.new_group(ranks, backend=dist.get_backend(self.group))))
+                self._lanes = [(ThreadLane(), self._new_group()) for _ in range(LANES)]
         self._started += 1
         return self._lanes[self._started % len(self._lanes)]
 
     def _next_group(self) -> dist.ProcessGroup:
         """In turns, of groups on which only this thread begins calls: so they begin in the program's order on every
         rank, and need no thread of Python's. The lanes' threads begin theirs on groups of their own."""
-        assert self.group is not None
         if not self._groups:
-            ranks = dist.get_process_group_ranks(self.group)
-            self._groups = [dist.new_group(ranks, backend=dist.get_backend(self.group)) for _ in range(GROUPS)]
+            self._groups = [self._new_group() for _ in range(GROUPS)]
         self._begun += 1
         return self._groups[self._begun % len(self._groups)]
+
+    def _new_group(self) -> dist.ProcessGroup:
+        """Of the same ranks. Collective."""
+        assert self.group is not None
+        ranks = dist.get_process_group_ranks(self.group)
+        made: dist.ProcessGroup = dist.new_group(ranks, backend=dist.get_backend(self.group))
+        return made
+
+    def another(self) -> Communicator:
+        """An end of the same ranks for another thread of each: what one of them calls does not wait for the other.
+        Both have from now on all process groups that they may need, as these are made in one order on all ranks.
+        Collective."""
+        other = Communicator(None if self.group is None else self._new_group(), self.device, check=self.check)
+        for comm in (self, other) if self.group is not None else ():
+            comm._next_lane(), comm._next_group()
+        return other
 
     def _verify(
         self,

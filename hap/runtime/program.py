@@ -230,11 +230,15 @@ class HapProgram(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip as ``torch.nn.utils.clip_grad_norm_`` would on one device; returns the global norm. Collective."""
         self._unsummed.check("clip_grad_norm_()")
-        found = [(s, self._shares[s.name].grad) for s in self._tensors.slots if s.trainable]
-        present = [(gradient, slot.layout is not None) for slot, gradient in found if gradient is not None]
+        present = self._present_gradients()
         total = global_norm(present, norm_type, self._comm)
         scale_gradients([gradient for gradient, _ in present], total, max_norm)
         return total
+
+    def _present_gradients(self) -> list[tuple[torch.Tensor, bool]]:
+        """With whether each is a shard."""
+        found = [(s, self._shares[s.name].grad) for s in self._tensors.slots if s.trainable]
+        return [(gradient, slot.layout is not None) for slot, gradient in found if gradient is not None]
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient of every trainable parameter that has one, on the CPU of every rank. Collective."""

@@ -116,20 +116,25 @@ class Step:
         saved |= {self.accumulation.earlier[name]: found for name, found in earlier.items()}
         return self._run("further", saved, tangent)
 
-    def sum_up(self, earlier: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The deferred gradients, of what earlier batches left alone."""
-        gradients, _ = self._run("remainder", dict(earlier), None)
+    def sum_up(self, earlier: Mapping[str, torch.Tensor], comm: Communicator | None = None) -> dict[str, torch.Tensor]:
+        """The deferred gradients, of what earlier batches left alone; by another communicator in another thread."""
+        gradients, _ = self._run("remainder", dict(earlier), None, comm)
         return gradients
 
     def _run(
-        self, part: PartName, saved: dict[str, torch.Tensor], tangent: torch.Tensor | None
+        self,
+        part: PartName,
+        saved: dict[str, torch.Tensor],
+        tangent: torch.Tensor | None,
+        comm: Communicator | None = None,
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        comm = comm or self.comm
         if part not in self._parts:
             made = getattr(self.accumulation, part)
             self._parts[part] = to_part_module(self.program, made, self.comm.rank, self.comm.device)
         with self._uncast():
-            gradients, local = self._parts[part](self.comm, saved, tangent)
-        self.comm.finish()
+            gradients, local = self._parts[part](comm, saved, tangent)
+        comm.finish()
         return self._alone(part, gradients), local
 
     def _alone(self, part: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

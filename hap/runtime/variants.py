@@ -8,7 +8,7 @@ same shape under two of them (a rank without a share always does): where that ca
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,12 +40,18 @@ class Variant:
     def of(
         cls, program: Program, example: StepInputs, shares: Mapping[str, torch.Tensor], comm: Communicator
     ) -> Variant:
-        kept = (*program.sources_of("parameter"), *program.sources_of("buffer"))
         written = torch.empty(0, device=comm.device)  # in place of the buffer that an output is returned as
-        state = {s.name: written if s.target.startswith(OUTPUT) else shares[s.target] for s in kept}
+        state = {s.name: written for s in program.sources_of("buffer")}
         state |= {s.name: program.constants[s.target].to(comm.device) for s in program.sources_of("constant")}
         seed = next((s.name for s in program.sources_of("input") if s.target == SEED), None)
-        return cls(Signature.of(program, example), Step(program, comm), state, seed)
+        return cls(Signature.of(program, example), Step(program, comm), state, seed).on(shares)
+
+    def on(self, shares: Mapping[str, torch.Tensor]) -> Variant:
+        """The same with other parameters and buffers."""
+        program = self.step.program
+        kept = (*program.sources_of("parameter"), *program.sources_of("buffer"))
+        own = {s.name: shares[s.target] for s in kept if not s.target.startswith(OUTPUT)}
+        return replace(self, state={**self.state, **own})
 
 
 class Variants:
@@ -73,6 +79,13 @@ class Variants:
         if self._are_doubtful(known, training):
             fits = self._agreed(fits)
         return known[fits.index(1)] if 1 in fits else known[0]
+
+    def learn(self, others: Variants) -> None:
+        """What others of the same program, with parameters and buffers of their own, have needed."""
+        for key, variant in others._built.items():
+            if key not in self._built:
+                self._examples[key[0]] = others._examples[key[0]]
+                self._built[key] = variant.on(self._shares)
 
     def for_batch(self, batch: Any, targets: Any, training: bool) -> Signature:
         """How to deal a global batch. A shape that is new is compiled, which is collective.

@@ -108,8 +108,8 @@ class Acco:
         with torch.no_grad():
             for copied, share in zip(self._copy.parameters(), self._program.parameters(), strict=True):
                 copied.copy_(share)
-            for share, copied in zip(self._program.buffers(), self._copy.buffers(), strict=True):
-                share.copy_(copied)
+            for buffer, used in zip(self._program.buffers(), self._copy.buffers(), strict=True):
+                buffer.copy_(used)
 
     def _install(self) -> None:
         """What was made beside the last batches is what the next are computed at."""

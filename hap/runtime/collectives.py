@@ -253,7 +253,7 @@ class Communicator:
             if self.device.type == "cuda":
                 self._lanes.append((StreamLane(self.device), self.group))
             else:
-                self._lanes = [(ThreadLane(), self._new_group()) for _ in range(LANES)]
+                self._lanes = [(ThreadLane(), self._group_alike()) for _ in range(LANES)]
         self._started += 1
         return self._lanes[self._started % len(self._lanes)]
 
@@ -261,11 +261,11 @@ class Communicator:
         """In turns, of groups on which only this thread begins calls: so they begin in the program's order on every
         rank, and need no thread of Python's. The lanes' threads begin theirs on groups of their own."""
         if not self._groups:
-            self._groups = [self._new_group() for _ in range(GROUPS)]
+            self._groups = [self._group_alike() for _ in range(GROUPS)]
         self._begun += 1
         return self._groups[self._begun % len(self._groups)]
 
-    def _new_group(self) -> dist.ProcessGroup:
+    def _group_alike(self) -> dist.ProcessGroup:
         """Of the same ranks. Collective."""
         assert self.group is not None
         ranks = dist.get_process_group_ranks(self.group)
@@ -276,7 +276,7 @@ class Communicator:
         """An end of the same ranks for another thread of each: what one of them calls does not wait for the other.
         Both have from now on all process groups that they may need, as these are made in one order on all ranks.
         Collective."""
-        other = Communicator(None if self.group is None else self._new_group(), self.device, check=self.check)
+        other = Communicator(None if self.group is None else self._group_alike(), self.device, check=self.check)
         for comm in (self, other) if self.group is not None else ():
             comm._next_lane(), comm._next_group()
         return other

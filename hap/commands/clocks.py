@@ -233,7 +233,8 @@ def simulate(
     ] = None,
     as_json: shared.Json = False,
 ) -> None:
-    """Play one step of a plan: who computes, who waits, what the critical path is.
+    """Play one step of a plan: who computes, who waits, what the critical path is. Of a step of several batches it is
+    the last one, which exchanges what all of them left, and the update.
 
     The trace opens in ui.perfetto.dev or chrome://tracing. Needs the plan's model and cluster again.
 
@@ -241,6 +242,7 @@ def simulate(
     """
     from hap import api
     from hap.mesh_plan import load_plan
+    from hap.plan import Plan
 
     loaded = load_plan(plan)
     built = shared.build(model, hf, batch, seq)
@@ -261,7 +263,8 @@ def simulate(
     if as_json:
         shared.print_json(as_data(timeline))
     else:
-        print(told(timeline))
+        batches = loaded.gradient_accumulation_steps if isinstance(loaded, Plan) else 1
+        print(told(timeline) if batches == 1 else f"of a step of {batches} batches the last:\n{told(timeline)}")
 
 
 def as_data(timeline: Timeline) -> dict[str, object]:

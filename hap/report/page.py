@@ -108,7 +108,9 @@ def drawn(facts: Facts, measured: Measured | None) -> Iterator[str]:
     if measured is not None:
         predicted_s = facts.plan.predicted.as_run_s
         yield figure("Predicted and measured", compared(predicted_s, measured), draw.measured(predicted_s, measured))
-    words = "What every device does in one step; those that do the same are one row."
+    batches = facts.plan.gradient_accumulation_steps
+    when = "one step" if batches == 1 else f"the last of a step's {batches} batches"
+    words = f"What every device does in {when}; those that do the same are one row."
     if facts.told is not None and facts.told.as_run is not None:
         words += " The wire is everybody's; what it carries beside compute costs no time."
     words += " Drag to zoom, click twice to return."

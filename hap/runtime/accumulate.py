@@ -31,13 +31,17 @@ class Unsummed:
         self._seen: dict[int, int] = {}  # memory of a deferred ``.grad`` -> version, as backward passes left it
         self._zeros: dict[str, tuple[int, int]] = {}  # target -> both, where ``.grad`` is nothing but zeros of ours
         self._hooks: dict[str, Any] = {}
+        self._failed = False  # in the middle of what it adds up
 
     def apart(self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
         """The gradients of a backward pass that sums none that can be deferred: zeros in their place."""
         if not step.accumulation.deferred:
             return step.backward(saved, tangent)
         self.forget_zeroed()
-        gradients, self._held[step] = step.backward_apart(saved, tangent, self._held.get(step))
+        self._held.setdefault(step, {})
+        self._failed = True
+        gradients, self._held[step] = step.backward_apart(saved, tangent, self._held[step] or None)
+        self._failed = False
         for target in step.accumulation.deferred:
             share = self._shares[target]
             if target not in self._hooks:
@@ -88,6 +92,8 @@ class Unsummed:
         zeroed = {target for target in deferred if self._shares[target].grad is None}
         if zeroed == deferred:
             self._drop()
+        elif self._failed:
+            raise ProgramError("a backward pass under no_sync() did not come to its end: zero_grad(), and start anew")
         elif zeroed:
             raise ProgramError(
                 f"the gradient of {min(zeroed)} was dropped between backward passes under no_sync(), that of "
@@ -103,6 +109,7 @@ class Unsummed:
         self._held.clear()
         self._zeros.clear()
         self._seen.clear()
+        self._failed = False
         _waiting.discard(self)
 
     def _see(self, target: str, _: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from hap.codegen.program import Call, converts
 from hap.errors import ProgramError
 from hap.plan import Plan
 from hap.runtime.program import HapProgram
+from hap.runtime.step import Step
 from tests._support import cases, gpt2
 from tests._support.ranks import run_ranks
 from tests.runtime.test_features_batches import apart, batch, net, net_plans, worst_gradient
@@ -187,7 +188,17 @@ def misuse(rank: int, plan: Plan) -> list[str]:
     tell(program(x, targets=y).backward)
     unsummed()
     tell(copy.deepcopy(program).full_gradients)  # what it lacks is not the copy's
+    with pytest.MonkeyPatch.context() as patch, program.no_sync(), pytest.raises(MemoryError):
+        patch.setattr(Step, "backward_apart", fail)
+        program(x, targets=y).backward()
+    tell(program(x, targets=y).backward)
+    program.zero_grad()
+    tell(program(x, targets=y).backward)
     return said
+
+
+def fail(*_: object) -> None:
+    raise MemoryError
 
 
 def test_incomplete_gradients_are_refused() -> None:
@@ -200,6 +211,8 @@ def test_incomplete_gradients_are_refused() -> None:
                 r"full_gradients() after backward passes",
                 r"was written between backward passes under no_sync()",
                 r"was dropped between backward passes under no_sync(), that of",
+                r"",
+                r"a backward pass under no_sync() did not come to its end: zero_grad(), and start anew",
                 r"",
             ),
             strict=True,

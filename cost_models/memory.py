@@ -217,7 +217,7 @@ class Walk:
             self.summed[node.name] = read[0]
         shares = step.is_view and not (step.is_copying and strategy.inputs[0] == made[node.inputs[0]])
         kind = "parameters" if node.is_source else "activations"
-        ends = zip(node.inputs, strategy.inputs, strict=True)
+        ends = zip(node.inputs, strategy.inputs, strict=True) if self.batches.once else ()
         is_late = any(value in self.exchanged or self._is_exchanged(value, target) for value, target in ends)
         for i, value, nbytes in step.makes:
             placement = strategy.outputs[i]

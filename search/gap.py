@@ -51,7 +51,8 @@ def gap_terms(facts: Facts, plan: Plan) -> GapTerms | None:
     wire, slices = 0.0, 0.0
     for c in plan.conversions:
         source, target = parse_placement(c.source), parse_placement(c.target)
-        seconds = relaxed.conversion_s(facts.graph.meta(Value.parse(c.value)).nbytes, source, target)
+        value = Value.parse(c.value)
+        seconds = facts.batches.part(value) * relaxed.conversion_s(facts.graph.meta(value).nbytes, source, target)
         if c.collective == "slice":
             slices += seconds
         else:

@@ -135,8 +135,10 @@ def plan_graph(
     )
 
 
-def check_batches(batches: int, leave_out: bool) -> None:
+def check_batches(batches: int | str, leave_out: bool) -> None:
     """PlanError unless steps of so many batches can be planned."""
+    if isinstance(batches, str):
+        raise PlanError(f"a step has a whole number of batches, not {batches!r}; hap.plan finds the best one")
     if batches < 1:
         raise PlanError(f"a step has at least one batch, not {batches}")
     if leave_out and batches > 1:

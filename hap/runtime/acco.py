@@ -145,17 +145,19 @@ class Acco:
         return {name: share.detach().clone() for name, share in self._shares.items()}
 
     def _estimated(self, gradients: Tensors) -> Tensors:
-        """What an update would make of the parameters, which stay as they are, and so does the optimizer."""
-        state = {p: dict(s) for p, s in self._optimizer.state.items()}
-        kept = {p: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for p, s in state.items()}
-        before = {name: share.detach().clone() for name, share in self._shares.items()}
+        """What an update would make of the parameters. They and the optimizer's state stay: copies are updated."""
+        state, before = dict(self._optimizer.state), {name: share.data for name, share in self._shares.items()}
+        for parameter, kept in state.items():
+            copied = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept.items()}
+            self._optimizer.state[parameter] = copied
+        for share in self._shares.values():
+            share.data = share.data.clone()
         self._update(gradients)
-        found = {name: share.detach().clone() for name, share in self._shares.items()}
-        with torch.no_grad():
-            for name, share in self._shares.items():
-                share.copy_(before[name])
+        found = {name: share.data for name, share in self._shares.items()}
+        for name, share in self._shares.items():
+            share.data = before[name]
         self._optimizer.state.clear()
-        self._optimizer.state.update(kept)
+        self._optimizer.state.update(state)
         return found
 
     def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:

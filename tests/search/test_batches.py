@@ -208,6 +208,10 @@ def test_what_several_batches_do_not_go_with() -> None:
     given = {**model(), "cluster": on, "loss_fn": loss}
     with pytest.raises(PlanError, match=r"a step has at least one batch, not 0"):
         hap.plan(**given, gradient_accumulation_steps=0)  # type: ignore[arg-type]
+    with pytest.raises(
+        PlanError, match=r"a step has a whole number of batches, not 'best'; hap.plan finds the best one"
+    ):
+        plan_graph(mlp(batch=8, width=8), on, batches="best")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"devices are left out of plans for steps of one batch only"):
         hap.plan(**given, gradient_accumulation_steps=2, leave_out=True)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"a plan of two axes is for steps of one batch; plan on one axis"):

@@ -27,6 +27,7 @@ SURFACE = {
             *MODEL,
             "--optimizer",
             "--effort",
+            "--gradient-accumulation-steps",
             "--budget-s",
             "--method",
             "--leave-out",
@@ -174,6 +175,14 @@ def test_rules_check_proves_one_operator_and_names_what_is_missing(
         ),
         (["--budget-s", "9", "--mesh", "best"], "error: --mesh best goes without --profile, --budget-s and --method"),
         (["--mesh", "hosts"], "error: cluster 'one' has one host: there is no second axis, between hosts"),
+        (
+            ["--gradient-accumulation-steps", "0"],
+            "error: --gradient-accumulation-steps 0: expected a number from 1 on, or best",
+        ),
+        (
+            ["--gradient-accumulation-steps", "best", "--without", "a"],
+            "error: --add, --without and --link compare clusters for one number of batches; name it",
+        ),
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_one_line(
@@ -216,6 +225,26 @@ def test_program_simulate_and_run_print_json(script: Path, tmp_path: Path, capfd
     code, out, err = invoke(capfd, "run", "--json", "--cluster", f"{tmp_path}/c.yaml", f"{tmp_path}/script.py")
     body = json.loads(out)
     assert (code, body["exit_code"]) == (0, 0) and "said" in err and body["seconds"] > 0
+
+
+def test_a_plan_for_steps_of_several_batches_says_so_everywhere(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(TWO)
+    path = f"{tmp_path}/x.plan.json"
+    made = ["plan", f"{script}:build", "-c", f"{tmp_path}/c.yaml", "-o", path, "--gradient-accumulation-steps"]
+    code, out, _ = invoke(capfd, *made, "4")
+    assert code == 0 and "a step has 4 batches, whose gradients are added up" in out
+    assert Plan.load(path).gradient_accumulation_steps == 4
+    code, out, _ = invoke(capfd, "explain", path)
+    assert code == 0 and "A step has 4 batches; each is predicted to take" in out
+    code, out, _ = invoke(capfd, "simulate", path, f"{script}:build", "-c", f"{tmp_path}/c.yaml")
+    assert code == 0 and out.startswith("of a step of 4 batches the last:\nstep ")
+    code, _, _ = invoke(capfd, "report", path)
+    assert code == 0 and "the last of a step&#x27;s 4 batches" in (tmp_path / "x.html").read_text().replace(
+        "'", "&#x27;"
+    )
+    assert invoke(capfd, *made, "best")[0] == 0 and 8 % Plan.load(path).gradient_accumulation_steps == 0
 
 
 def test_a_plan_of_two_axes_is_made_explained_written_and_run(

@@ -56,6 +56,21 @@ def _commits(body: Body) -> list[str]:
     return [f"The cases are of several runs, each by `python benchmarks/race.py --clusters ...`: {told}."]
 
 
+def accumulate(body: Body) -> str:
+    """Steps of several batches: how many times as fast, by whom they are run."""
+    f = body["figures"]
+
+    def span(name: str) -> str:
+        return f"{f[f'worst_over_{name}']:.2f} to {f[f'best_over_{name}']:.2f} times"
+
+    words = (
+        f"Four batches a step, in {f['cases']:.0f} cases: {span('ddp_no_sync')} as fast as DDP with batches by speed "
+        f"under its own `no_sync()`, {span('planned_for_one')} as HAP's plan for one batch a step, and "
+        f"{span('summed_each_time')} as with gradients exchanged for every batch."
+    )
+    return f"{words}\n\n{_source('accumulate', body)}"
+
+
 def zoo(body: Body) -> str:
     """Captured, planned and equal to one device, of how many."""
     f = body["figures"]
@@ -130,6 +145,7 @@ def collectives(body: Body) -> str:
 
 SECTIONS: Mapping[str, Callable[[Body], str]] = {
     "race": race,
+    "accumulate": accumulate,
     "zoo": zoo,
     "planning": planning,
     "planning_proofs": planning_proofs,

@@ -41,7 +41,7 @@ from hap.search.judge import default_passes, played
 from hap.search.limits import Method
 from hap.search.mesh import plan_mesh as search_mesh
 from hap.search.pins import Pins
-from hap.search.planner import Effort, check_batches, plan_graph
+from hap.search.planner import Effort, plan_graph
 from hap.search.subsets import without
 from hap.starting import left_out, refusal
 from hap.whatif import explained
@@ -99,7 +99,6 @@ def plan(
 
     if gradient_accumulation_steps != "best":
         return decide(example_inputs, example_targets, gradient_accumulation_steps)
-    check_batches(2, leave_out)
     whole = step_inputs(example_inputs, example_targets)
     return best_batches(whole, lambda one, count: decide((one.args, one.kwargs), one.targets or None, count))
 

@@ -73,7 +73,7 @@ class LeastBound:
     def raised_s(self, aim: Aim) -> float:
         """The same, raised as long as it is far below this plan's step."""
         rough = self._rough()
-        unlike = {n for n, one in enumerate(self.searches) if _is_small(one)}  # by masses it may be raised
+        unlike = {n for n, one in enumerate(self.searches) if _can_be_raised(one)}  # by masses it may be raised
         coarse = {n for n in unlike if self._by_masses.get(n, 0.0) <= self._known.get(n, 0.0)}  # by cases it may
         while True:
             least, known_s = self._least(rough)
@@ -146,5 +146,7 @@ class LeastBound:
         return relaxed_s - self.bound_s(aim.number) >= CHEAPER * aim.step_s
 
 
-def _is_small(search: Search) -> bool:
-    return len(search.problem.choices.graph.nodes) <= MOST_NODES
+def _can_be_raised(search: Search) -> bool:
+    """Masses and cases know of steps of one batch."""
+    problem = search.problem
+    return len(problem.choices.graph.nodes) <= MOST_NODES and problem.facts.batches.count == 1

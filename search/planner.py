@@ -81,7 +81,7 @@ def plan_graph(
     for a pin or a budget that makes no sense, or if the budget ended before a plan was found.
     """
     progress = Progress(budget_s=budget_s)
-    check_batches(batches, leave_out)
+    _check_batches(batches)
     problem = Problem.state(choices, cluster, optimizer, pins or Pins(), Batches.of(choices.graph, batches))
     tried = Tried([Search(problem, LIMITS[effort], progress=progress, method=method)])
     advice: Advice | None = None
@@ -135,16 +135,12 @@ def plan_graph(
     )
 
 
-def check_batches(batches: int | str, leave_out: bool) -> None:
+def _check_batches(batches: int | str) -> None:
     """PlanError unless steps of so many batches can be planned."""
     if isinstance(batches, str):
         raise PlanError(f"a step has a whole number of batches, not {batches!r}; hap.plan finds the best one")
     if batches < 1:
         raise PlanError(f"a step has at least one batch, not {batches}")
-    if leave_out and batches > 1:
-        raise PlanError(
-            "devices are left out of plans for steps of one batch only: name fewer devices, or plan for one batch"
-        )
 
 
 def _if_shorter(tried: Tried, best: Found) -> dict[str, float]:

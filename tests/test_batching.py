@@ -11,7 +11,7 @@ from torch import nn
 import hap
 from hap.batching import counts, part_of
 from hap.capture.inputs import step_inputs
-from hap.errors import CaptureError, InfeasibleError, PlanError
+from hap.errors import CaptureError, InfeasibleError
 from tests.search.models import cluster
 
 
@@ -67,8 +67,6 @@ def test_where_activations_fill_the_memory_there_are_several() -> None:
 def test_what_cannot_be() -> None:
     with pytest.raises(InfeasibleError):
         best(cluster((1, "2MB"), (1, "2MB")), samples=64)
-    with pytest.raises(PlanError, match=r"devices are left out of plans for steps of one batch only"):
-        best(cluster((1, "1GB"), (1, "1GB")), leave_out=True)
     with pytest.raises(CaptureError, match=r"no example input has a first dim"):
         hap.plan(
             deep(1, 1),

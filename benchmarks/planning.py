@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks.common import COLOURS, Report, drawing, markdown_table, parse
+from benchmarks.common import COLOURS, RESULTS, Report, drawing, markdown_table, parse
 from benchmarks.planning_cases import LARGE, PER_DEVICE, SMALL, captured, cluster, titled
+from hap.deferral import Batches
 from hap.errors import HapError
 from hap.plan import Plan
 from hap.rules.choices import choices
@@ -93,8 +94,11 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="CASES", help="such as gpt2@mix-4, separated by commas")
+    parser.add_argument("--batches", type=int, default=1, help="of a step, whose gradients are added up; with --out")
     parser.add_argument("--tables", action="store_true", help="plan nothing: the rows of the last result again")
     options = parse(NAME, "How long planning takes, and how far a plan is from the best.", argv, parser)
+    if options.extra.batches != 1 and options.out == RESULTS:
+        parser.error("--batches: the results are of steps of one batch; --out another folder")
     torch.set_num_threads(1)
     every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE] + list(LARGE)
     wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
@@ -102,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = _known(options.out) if options.extra.only or options.extra.tables else {}
     report = Report(NAME, "Planning: seconds, and the gap to a proved bound", options)
     for case in wanted:
-        known[case] = planned(*case.split("@"))
+        known[case] = planned(*case.split("@"), batches=options.extra.batches)
         print(_line(known[case]), file=sys.stderr, flush=True)
         _keep(options.out, known)
     rows = [known[case] for case in dict.fromkeys([*every, *wanted]) if case in known]
@@ -144,21 +148,22 @@ def _known(out: Path) -> dict[str, Row]:
     return {case: Row(**{k: v for k, v in row.items() if k != "gap"}) for case, row in found.items()}
 
 
-def planned(model: str, name: str) -> Row:
+def planned(model: str, name: str, *, batches: int = 1) -> Row:
     """Capture, then plan by the clock, then ask what the bound consists of."""
     spec = cluster(name)
     graph = captured(model, spec.world_size)
     began, wall = _cpu_s(), time.perf_counter()
     try:
         found = choices(graph)
-        plan = plan_graph(found, spec, leave_out=True)
+        plan = plan_graph(found, spec, leave_out=True, batches=batches)
     except HapError as e:
         cpu_s, wall_s = _cpu_s() - began, time.perf_counter() - wall
         return Row(model, name, spec.world_size, cpu_s, wall_s, failure=str(e))
     cpu_s, wall_s = _cpu_s() - began, time.perf_counter() - wall
     p = plan.predicted
     left = plan.provenance.solver.get("left_out", [])
-    facts = Problem.state(found, without(spec, left) if left else spec, plan.provenance.optimizer, Pins()).facts
+    used, of_step = without(spec, left) if left else spec, Batches.of(graph, batches)
+    facts = Problem.state(found, used, plan.provenance.optimizer, Pins(), of_step).facts
     return Row(
         model,
         name,

@@ -63,6 +63,7 @@ class Cases:
     def of(cls, facts: Facts, known_s: float, *, alone: bool) -> Cases | None:
         """Of the batch ``alone``, or of other groups, too. None where the batch cannot be dealt out, there is one
         device, or the solver gives up."""
+        assert facts.batches.count == 1, "boxes price every conversion whole"
         batch = find_batch(facts)
         if batch is None or facts.cluster.world_size == 1:
             return None

@@ -62,6 +62,7 @@ class Masses:
 
     def bound_s(self, facts: Facts, known_s: float) -> float:
         """Seconds that every plan takes at least: ``known_s``, which is proved, or more. Asked of described devices."""
+        assert facts.batches.count == 1, "every conversion is priced whole"
         rate = _rate(facts) if facts.cluster.world_size > 1 else None
         if rate is None or _strongest(facts) > ALONE:
             return known_s

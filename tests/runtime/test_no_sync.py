@@ -17,13 +17,17 @@ from hap.codegen.accumulate import find_accumulation
 from hap.codegen.lowering import lower
 from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.codegen.program import Call, converts
+from hap.deferral import deferrable_values
 from hap.errors import ProgramError
 from hap.plan import Plan
+from hap.rules.choices import choices
+from hap.runtime.mesh import MeshProgram
 from hap.runtime.program import HapProgram
 from hap.runtime.step import Step
 from tests._support import cases, gpt2
+from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
 from tests._support.ranks import run_ranks
-from tests.runtime.test_features_batches import apart, batch, net, net_plans, worst_gradient
+from tests.runtime.test_features_batches import BATCH, apart, batch, graph_of, net, net_plans, worst_gradient
 from tests.runtime.test_features_precision import batch as narrow_batch
 from tests.runtime.test_features_precision import compiled as narrow_program
 from tests.runtime.test_features_precision import net as narrow_net
@@ -148,6 +152,18 @@ def test_gradients_whose_factors_are_gathered_are_whole_at_once() -> None:
     assert sent(found.further.instructions) + sent(found.remainder.instructions) == sent(program.backward)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_search_takes_to_wait_does(seed: int) -> None:
+    """What is exchanged of a value that can wait, by the graph, is not among what programs exchange at once."""
+    program = run_passes(lower(gpt2.graph(), cases.anything(seed)), standard_passes()).program
+    once, found = deferrable_values(gpt2.graph()), find_accumulation(program)
+    values = [
+        program.held[c.output].value for i in found.further.instructions for c in converts(i) if c.kind != "slice"
+    ]
+    waiting = [program.held[name].value for name in found.behind]
+    assert waiting and not once.keys() & set(values)
+
+
 def test_what_other_calls_read_is_summed_each_time() -> None:
     """Where activations' gradients are partial sums, their sums are needed at once, and a bias reads them, too."""
     program = lower(gpt2.graph(), cases.tensor_parallel((3, 2, 1)))
@@ -222,9 +238,6 @@ def test_incomplete_gradients_are_refused() -> None:
 
 def make_pair() -> Plan:
     """On two ranks."""
-    from tests._support.plans import greedy_strategies, make_plan, sizes_for
-    from tests.runtime.test_features_batches import BATCH, choices, graph_of
-
     found = choices(graph_of(net()))
     wishes = {"args.0": (0, BATCH), "targets.0": (0, BATCH)}
     return make_plan(found, greedy_strategies(found, wishes), sizes_for(found, (5, 3)))
@@ -278,8 +291,6 @@ def test_other_terms_of_a_loss_are_added() -> None:
 
 
 def test_on_one_rank_nothing_waits() -> None:
-    from tests._support.plans import replicated_plan
-
     program = compiled(replicated_plan(gpt2.graph()), language)
     x, y = language(0)
     with program.no_sync():
@@ -287,3 +298,8 @@ def test_on_one_rank_nothing_waits() -> None:
     model = gpt2.build()
     gpt2.lm_loss(model(x), y).backward()
     assert worst_gradient(program, model) < TOLERANCE
+
+
+def test_a_plan_of_two_axes_sums_each_time() -> None:
+    with pytest.raises(ProgramError, match=r"a plan of two axes sums gradients over the ranks in every backward pass"):
+        MeshProgram.no_sync(object.__new__(MeshProgram))

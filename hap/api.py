@@ -36,6 +36,7 @@ from hap.rules.choices import choices
 from hap.rules.whole import find_forced
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
+from hap.runtime.record import VARIABLE as RECORD_VARIABLE
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.judge import default_passes, played
 from hap.search.limits import Method
@@ -182,7 +183,7 @@ def compile(
     if isinstance(decided, MeshPlan):
         check_mesh_plan(decided, graph, spec, comm.world_size)
         outcome, sites = _together(comm, lambda: host_program(graph, decided, comm.rank, passes_off))
-        return mesh_program(graph, decided, outcome, sites, comm, model, example_inputs, example_targets)
+        return _recorded(mesh_program(graph, decided, outcome, sites, comm, model, example_inputs, example_targets))
     if left_out(decided) and comm.world_size != decided.world_size:
         raise PlanError(refusal(decided, comm.world_size))
     spec = None if spec is None else planned_part(decided, spec)
@@ -199,7 +200,8 @@ def compile(
         _agree(comm, "the program for another batch or mode", hashlib.sha256(print_program(found).encode()).hexdigest())
         return found
 
-    return HapProgram(program, decided, comm, model, example_inputs, example_targets, rebuild, outcome.changes)
+    made = HapProgram(program, decided, comm, model, example_inputs, example_targets, rebuild, outcome.changes)
+    return _recorded(made)
 
 
 def python_source(
@@ -345,6 +347,13 @@ def _device(device: torch.device | str | None, backend: str) -> torch.device:
     if "nccl" in backend and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def _recorded(program: HapProgram) -> HapProgram:
+    """The program, recorded until the process ends where ``hap run --record`` asked for it: of a job the first one."""
+    if folder := os.environ.pop(RECORD_VARIABLE, ""):
+        program.record(folder).close_at_exit()
+    return program
 
 
 def _agree(comm: Communicator, what: str, fingerprint: str | None) -> None:

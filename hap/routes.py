@@ -18,6 +18,7 @@ owner's tree and, summed, down again, so that both directions of a link are busy
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,3 +132,13 @@ def verify_tree(edges: Tree, root: int, world_size: int) -> None:
         assert at[edge.parent] == edge.depth - 1, f"{edge} has the wrong depth"
         at[edge.child] = edge.depth
     assert len(at) == world_size, f"only {len(at)} of {world_size} ranks are reached"
+
+
+def league(ranks: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Rounds in which everyone (but one, if they are odd) has a partner; every pair meets once."""
+    places = [*range(ranks)] if ranks % 2 == 0 else [*range(ranks), -1]
+    half = len(places) // 2
+    for _ in range(len(places) - 1):
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        yield tuple((min(pair), max(pair)) for pair in pairs if -1 not in pair)
+        places = [places[0], places[-1], *places[1:-1]]

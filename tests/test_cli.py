@@ -41,6 +41,7 @@ SURFACE = {
     ],
     "explain": [*MODEL, "--node", "--json"],
     "diff": ["--json"],
+    "diagnose": ["--plan", "-o", "--out", "--trace", "--collectives", "--json"],
     "report": ["--run", "-o", "--out", "--json"],
     "check": ["--update", "--json"],
     "program": [*MODEL, "--host", "-o", "--out", "--json"],
@@ -51,7 +52,7 @@ SURFACE = {
     "rules": [],
     "rules check": [*MODEL, "--op", "--json"],
     "rules discover": [*MODEL, "--op", "--json"],
-    "run": ["-c", "--cluster", "--plan", "--host", "--master", "--json"],
+    "run": ["-c", "--cluster", "--plan", "--host", "--master", "--record", "--json"],
 }
 
 ONE = (

@@ -17,6 +17,8 @@ from hap.errors import HapError
 if TYPE_CHECKING:
     from hap.cluster import ClusterSpec
 
+RECORD_VARIABLE = "HAP_RECORD"  # read by ``hap.compile``
+
 
 def run(
     context: typer.Context,
@@ -27,6 +29,9 @@ def run(
     ] = None,
     host: Annotated[str | None, typer.Option(help="This machine's name in the cluster file.")] = None,
     master: Annotated[str | None, typer.Option(metavar="ADDRESS:PORT", help="Where the first host listens.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Each rank writes there what it does, for hap diagnose.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Launch a script under torchrun.
@@ -49,6 +54,8 @@ def run(
     part, own = ClusterSpec.load(cluster), dict[str, str]()
     if plan is not None:
         part, own = _planned(plan, part, host)
+    if record is not None:
+        own = {**own, RECORD_VARIABLE: str(record.absolute())}
     launcher = launch_arguments(part, host, master)
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--", str(script), "--cluster", cluster]
     command += [] if plan is None else ["--plan", str(plan)]

@@ -1,4 +1,5 @@
-"""What a run measured, to be put beside the prediction: a folder with ``steps.csv`` of ``step,seconds``.
+"""What a run measured, to be put beside the prediction: a folder with ``steps.csv`` of ``step,seconds``, or with the
+records that ``hap diagnose`` reads.
 
 log = StepLog("runs/1")                 # on rank 0
 for step, batch in enumerate(loader):
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from hap.errors import HapError
+from hap.run_record import rank_file, read_folder
 
 HEADER = ["step", "seconds"]
 WARM_UP = 3  # steps that are left out where there are at least three times as many
@@ -68,8 +70,10 @@ class StepLog:
 
 
 def load_run(folder: Path) -> Measured:
-    """HapError, one line, where there is no readable ``steps.csv`` with at least one step."""
+    """HapError, one line, where there is no readable ``steps.csv`` with at least one step, nor records."""
     path = folder / "steps.csv"
+    if not path.exists() and rank_file(folder, 0, "jsonl").exists():
+        return _recorded(folder)
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))
@@ -82,3 +86,11 @@ def load_run(folder: Path) -> Measured:
     if not seconds or not all(0 < s < float("inf") for s in seconds):
         raise HapError(f"{path}: no steps, or times that are not more than zero")
     return Measured(steps, seconds)
+
+
+def _recorded(folder: Path) -> Measured:
+    """Training steps as rank 0 saw them, but for the last one, after which nothing came."""
+    lines = [line for line in read_folder(folder)[0].steps if line.trains][:-1]
+    if not lines:
+        raise HapError(f"{folder}: the records have no whole step")
+    return Measured(tuple(line.step for line in lines), tuple(line.seconds for line in lines))

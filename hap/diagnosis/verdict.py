@@ -1,0 +1,141 @@
+"""The whole of a diagnosis: what stopped the job, else what makes it slow, else that it is well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hap.cluster import ClusterSpec
+from hap.diagnosis.finding import Finding
+from hap.diagnosis.hang import find_hang
+from hap.diagnosis.links import find_slow_links
+from hap.diagnosis.run import Run
+from hap.diagnosis.slow import SLOWER, Slow, find_slow
+from hap.report.facts import Facts
+from hap.report.words import seconds as in_words
+from hap.report.words import table
+
+FEW_STEPS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Diagnosis:
+    """``findings``: the worst first; none means that all is well. ``slow``: the medians that they rest on, None where
+    too few steps were told of."""
+
+    run: Run
+    findings: tuple[Finding, ...]
+    slow: Slow | None
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if self.findings:
+            first = self.findings[0]
+            return f"{first.syndrome}: {first.summary}"
+        if self.slow is None:
+            return f"too few steps to say more than that nothing hangs ({len(self.run.steps)} of {FEW_STEPS})"
+        return f"healthy: {len(self.run.steps)} steps, {in_words(self.slow.step_s)} each"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "verdict": self.verdict,
+            "findings": [finding.to_json() for finding in self.findings],
+            "steps": len(self.run.steps),
+            "step_s": None if self.slow is None else self.slow.step_s,
+            "predicted_step_s": None if self.run.plan is None else self.run.plan.predicted.as_run_s,
+            "ranks": [] if self.slow is None else _rows(self.slow),
+        }
+
+
+def diagnose(run: Run) -> Diagnosis:
+    """See the module docstring."""
+    hang = find_hang(run)
+    slow = Slow.of(run) if len(run.steps) >= FEW_STEPS else None
+    found = [*hang]
+    if not hang:
+        cluster: ClusterSpec | None = None if run.plan is None else Facts(run.plan).cluster
+        links = find_slow_links(run, cluster)
+        found += [] if slow is None else _with_causes(find_slow(slow), links)
+        found += links
+        found += [] if slow is None else _everywhere(slow, found)
+    return Diagnosis(run, tuple(found), slow)
+
+
+def _with_causes(slow: tuple[Finding, ...], links: tuple[Finding, ...]) -> list[Finding]:
+    """What is slow for a reason that a probe has found is that reason's doing, and not told twice."""
+    return [finding for finding in slow if not (finding.syndrome == "slow communication" and links)]
+
+
+def _everywhere(slow: Slow, found: list[Finding]) -> list[Finding]:
+    """A step that takes longer than planned, where nothing that was found says why."""
+    plan = slow.run.plan
+    if plan is None or found or slow.step_s < SLOWER * plan.predicted.as_run_s:
+        return []
+    predicted_s = plan.predicted.as_run_s
+    off = "" if np.isnan(slow.usual) else f"; ranks take {slow.usual:.2f} times what the plan says by themselves"
+    measured = plan.provenance.profile_fingerprint is not None
+    return [
+        Finding(
+            "slower than planned",
+            (),
+            f"a step takes {in_words(slow.step_s)}, and {in_words(predicted_s)} were predicted{off}",
+            (),
+            "measure the cluster again (hap profile), and plan with that"
+            if measured
+            else "the plan rests on the catalogue: hap profile measures this cluster, hap plan --profile plans with it",
+            factor=slow.step_s / predicted_s,
+            lost_s=slow.step_s - predicted_s,
+        )
+    ]
+
+
+def _rows(slow: Slow) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": rank,
+            "device": device,
+            "compute_s": float(slow.compute_s[rank]),
+            "over_predicted": None if np.isnan(slow.ratio[rank]) else float(slow.ratio[rank]),
+            "outside_s": float(slow.outside_s[rank]),
+            "waited_for_s": float(slow.waited_for_s[rank]),
+        }
+        for rank, device in enumerate(slow.run.devices)
+    ]
+
+
+def told(diagnosis: Diagnosis) -> str:
+    """The verdict, then each finding with its evidence and what to do, then a table of the ranks."""
+    lines = [diagnosis.verdict]
+    for number, finding in enumerate(diagnosis.findings):
+        if number:
+            lines += ["", f"also, {finding.syndrome}: {finding.summary}"]
+        lines += [f"  {line}" for line in finding.evidence]
+        lines += [f"  next: {finding.next_step}"] if finding.next_step else []
+    if diagnosis.slow is not None:
+        lines += ["", *_table(diagnosis.slow)]
+    return "\n".join(lines)
+
+
+def _table(slow: Slow) -> list[str]:
+    plan = slow.run.plan
+    steps = slow.run.numbers[slow.window]
+    predicted = "" if plan is None else f", predicted {in_words(plan.predicted.as_run_s)}"
+    head = ["device", "computes", "x predicted", "outside", "waited for"]
+    rows = [
+        [
+            device,
+            in_words(float(slow.compute_s[rank])),
+            "-" if np.isnan(slow.ratio[rank]) else f"{slow.ratio[rank]:.2f}",
+            in_words(float(slow.outside_s[rank])),
+            in_words(float(slow.waited_for_s[rank])),
+        ]
+        for rank, device in enumerate(slow.run.devices)
+    ]
+    return [
+        f"steps {steps[0]} to {steps[-1]}: {in_words(slow.step_s)} each (median){predicted}; "
+        f"all wait for the wire {in_words(slow.wire_s)}",
+        *table([head, *rows], right=(1, 2, 3, 4)),
+    ]

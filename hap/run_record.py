@@ -1,0 +1,262 @@
+"""What ranks leave in a folder while they run: written by ``hap.runtime.record``, read by ``hap.diagnosis``.
+
+    plan.json           the plan, by rank 0
+    rank-0002.jsonl     one JSON object a line: a ``head``, then ``call``, ``step`` and ``probe`` as they come
+    rank-0002.state     64 bytes that say what the rank is doing just now, written in place (``State``): they are there
+                        whatever becomes of the process
+    rank-0002.stack     what its threads were doing when it had stood still for long
+    rank-0002.error     the exception that ended the recording, if one did
+
+Times of a step are whole microseconds since it began; a rank's clock is its own, and ``Head.began`` says when its zero
+was by the host's clock. A step is from where one forward part begins to where the next one does.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+
+import pydantic
+
+from hap.errors import HapError
+
+PLAN = "plan.json"
+OTHER = 0  # the number of what uses the wire and is no collective of the program: clipping, agreements
+DOING = ("outside", "forward", "backward", "evaluation")
+HEARTBEAT_S = 1.0  # between a rank's signs of life
+Part = Literal["forward", "backward", "evaluation"]
+Whole = Annotated[int, pydantic.Field(ge=0)]
+
+
+class RecordError(HapError):
+    """A folder without records of a run, or with damaged ones."""
+
+
+class _Line(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    tag: ClassVar[str]
+
+    def line(self) -> str:
+        """As it stands in the file."""
+        return json.dumps({self.tag: self.model_dump(mode="json")}, separators=(",", ":")) + "\n"
+
+
+class Head(_Line):
+    """``began``: when the rank's clock was zero, in seconds of its host's clock."""
+
+    tag = "head"
+    rank: Whole
+    world_size: int = pydantic.Field(ge=1)
+    device: str
+    host: str
+    pid: int
+    began: float
+
+
+class CallKind(_Line):
+    """One distinct collective: ``values`` go together, of ``nbytes`` when whole."""
+
+    tag = "call"
+    number: int = pydantic.Field(ge=1)
+    kind: str
+    decomposition: str
+    values: int = pydantic.Field(ge=1)
+    nbytes: Whole
+
+
+class StepLine(_Line):
+    """One step of a rank. ``at_s``: when it began by the rank's clock; ``seconds`` until the next one began.
+
+    ``parts``: (name, begin, end). ``wire_s``: how long the rank was held up on the wire inside of the parts, and
+    ``outside_wire_s`` beside them. ``calls``, in the order in which they began, None in steps that are told in short:
+    number of the kind, 1 if the rank went on beside it, then when it entered the wire and left it, for a call that it
+    went on beside those two again for the wait, and where a thread of ours moved it, when that began and ended.
+    """
+
+    tag = "step"
+    step: Whole
+    at_s: float
+    seconds: float = pydantic.Field(ge=0)
+    parts: tuple[tuple[Part, Whole, Whole], ...]
+    wire_s: float = pydantic.Field(ge=0)
+    outside_wire_s: float = pydantic.Field(ge=0)
+    calls: tuple[tuple[Whole, ...], ...] | None = None
+
+    @property
+    def parts_s(self) -> float:
+        return sum(end - begin for _, begin, end in self.parts) / 1e6
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in forward and backward parts but for the wire's."""
+        return max(0.0, self.parts_s - self.wire_s)
+
+    @property
+    def outside_s(self) -> float:
+        """Seconds between the parts and until the next step, but for the wire's: data, the optimizer, whatever else."""
+        return max(0.0, self.seconds - self.parts_s - self.outside_wire_s)
+
+    @property
+    def trains(self) -> bool:
+        return any(name == "backward" for name, _, _ in self.parts)
+
+
+class ProbeLine(_Line):
+    """How long ``nbytes`` from each other rank took to come after this rank had asked for them; None for itself."""
+
+    tag = "probe"
+    step: Whole
+    nbytes: int = pydantic.Field(ge=1)
+    seconds: tuple[float | None, ...]
+
+
+class RankRecord(NamedTuple):
+    """All that one rank left. ``state`` is None where its file is missing."""
+
+    head: Head
+    kinds: dict[int, CallKind]
+    steps: tuple[StepLine, ...]
+    probes: tuple[ProbeLine, ...]
+    state: State | None
+    stack: str | None
+    error: str | None
+
+
+class State(NamedTuple):
+    """What a rank was doing last. ``entered``: how often it has come to the wire, a number that ranks of one program
+    count alike; ``call`` is the kind of the last one, ``in_wire`` whether it is still there. ``since``: when that
+    changed last, ``alive``: when its process gave the last sign of life, both by its host's clock. ``ended``: 0 not
+    yet, 1 as it should, 2 by an exception."""
+
+    doing: int
+    in_wire: int
+    ended: int
+    step: int
+    entered: int
+    call: int
+    since: float
+    alive: float
+
+    @property
+    def what(self) -> str:
+        return DOING[self.doing]
+
+    @classmethod
+    def read(cls, raw: bytes, origin: str) -> Self:
+        """RecordError for anything that ``pack`` did not make."""
+        if len(raw) != STATE_BYTES or raw[:4] != MAGIC:
+            raise RecordError(f"{origin}: not the state of a rank")
+        found = cls(*_STATE.unpack_from(raw, 4))
+        if found.doing >= len(DOING) or found.in_wire > 1 or found.ended > 2 or not isfinite(found.since + found.alive):
+            raise RecordError(f"{origin}: a damaged state of a rank")
+        return found
+
+
+MAGIC = b"HAP1"
+STATE_BYTES = 64
+_STATE = struct.Struct("<HHHxxQQQdd")  # after the magic; ``since`` and ``alive`` are written apart, too
+_ACTIVITY = struct.Struct("<HH")
+_COUNTS = struct.Struct("<QQQd")
+_ALIVE = struct.Struct("<d")
+
+
+class StateWriter:
+    """Writes a state into memory that is a file's. Each method is one or two stores."""
+
+    def __init__(self, memory: memoryview, now: float) -> None:
+        assert len(memory) == STATE_BYTES
+        self._memory = memory
+        memory[:4] = MAGIC
+        _STATE.pack_into(memory, 4, 0, 0, 0, 0, 0, 0, now, now)
+
+    def now(self, doing: int, in_wire: bool, step: int, entered: int, call: int, since: float) -> None:
+        _ACTIVITY.pack_into(self._memory, 4, doing, in_wire)
+        _COUNTS.pack_into(self._memory, 12, step, entered, call, since)
+
+    def alive(self, now: float) -> None:
+        _ALIVE.pack_into(self._memory, 44, now)
+
+    def ended(self, how: int) -> None:
+        struct.pack_into("<H", self._memory, 8, how)
+
+
+def rank_file(folder: Path, rank: int, kind: Literal["jsonl", "state", "stack", "error"]) -> Path:
+    return folder / f"rank-{rank:04d}.{kind}"
+
+
+def read_folder(folder: Path) -> tuple[RankRecord, ...]:
+    """Every rank's record, in rank order. RecordError, one line, if there are none or one is missing or damaged."""
+    paths = sorted(folder.glob("rank-*.jsonl"))
+    if not paths:
+        raise RecordError(f"{folder}: no records of a run (rank-0000.jsonl, ...); make some by hap run --record")
+    found = tuple(_read_rank(path) for path in paths)
+    size = found[0].head.world_size
+    missing = sorted(set(range(size)) - {record.head.rank for record in found})
+    if missing or len(found) != size:
+        raise RecordError(f"{folder}: {len(found)} records of {size} ranks; {missing[:4] or 'some'} have none")
+    return found
+
+
+def _read_rank(path: Path) -> RankRecord:
+    head: Head | None = None
+    kinds: dict[int, CallKind] = {}
+    steps: list[StepLine] = []
+    probes: list[ProbeLine] = []
+    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split(
+        "\n"
+    )  # a last one was cut off with its process
+    for number, line in enumerate(lines, 1):
+        try:
+            match _parse(line):
+                case Head() as made:
+                    head = made
+                case CallKind() as made:
+                    kinds[made.number] = made
+                case StepLine() as made:
+                    steps.append(made)
+                case ProbeLine() as made:
+                    probes.append(made)
+        except (ValueError, TypeError) as e:
+            raise RecordError(f"{path}, line {number}: cannot be read ({str(e).splitlines()[0]})") from None
+    if head is None or path != rank_file(path.parent, head.rank, "jsonl"):
+        raise RecordError(f"{path}: it does not say whose it is, or another rank's")
+    _check(path, head, kinds, steps, probes)
+    state, stack, error = (path.with_suffix(f".{kind}") for kind in ("state", "stack", "error"))
+    return RankRecord(
+        head,
+        kinds,
+        tuple(steps),
+        tuple(probes),
+        State.read(state.read_bytes(), str(state)) if state.is_file() else None,
+        stack.read_text(encoding="utf-8", errors="replace") if stack.is_file() else None,
+        error.read_text(encoding="utf-8", errors="replace") if error.is_file() else None,
+    )
+
+
+_KINDS: dict[str, type[_Line]] = {kind.tag: kind for kind in (Head, CallKind, StepLine, ProbeLine)}
+
+
+def _parse(line: str) -> _Line:
+    body = json.loads(line)
+    if not isinstance(body, dict) or len(body) != 1:
+        raise ValueError("not one tagged object")
+    ((tag, content),) = body.items()
+    if tag not in _KINDS:
+        raise ValueError(f"unknown {tag!r}")
+    return _KINDS[tag].model_validate(content)
+
+
+def _check(path: Path, head: Head, kinds: dict[int, CallKind], steps: list[StepLine], probes: list[ProbeLine]) -> None:
+    for step in steps:
+        for call in step.calls or ():
+            marks = len(call) - 2
+            if call and call[0] != OTHER and call[0] not in kinds:
+                raise RecordError(f"{path}: step {step.step} has a call of an unknown kind")
+            if len(call) < 2 or call[1] not in (0, 1) or marks not in ((2, 4, 6) if call[1] else (2,)):
+                raise RecordError(f"{path}: step {step.step} has a call with {marks} times")
+    for probe in probes:
+        if len(probe.seconds) != head.world_size:
+            raise RecordError(f"{path}: a probe of {len(probe.seconds)} ranks among {head.world_size}")

@@ -1,0 +1,269 @@
+"""Recording what a rank does while it trains, for ``hap diagnose``: cheap enough to be left on.
+
+    with program.record("runs/1"):
+        for batch in loader: ...
+
+Every use of the wire is stamped on entering and leaving, as are forward and backward parts; a step becomes one line of
+``rank-0002.jsonl``. What the rank is doing just now stands in ``rank-0002.state``, a mapped file, which outlives the
+process however that ends. A thread gives a sign of life each second, and writes down what all threads do when the rank
+has stood still for a minute. The forms are in ``hap/run_record.py``.
+
+These are C4D's records (arXiv 2406.04594: communicator, operation; collectives.md 1.2), and for its third layer, the
+transport, links are probed (``hap.runtime.probe``), as what moves inside of a backend's collective is not to be seen
+from here. On CPU ranks: a GPU's host runs ahead of what its streams do, and its clock would say nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import mmap
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from hap.codegen.layout import Layout
+from hap.errors import ProgramError
+from hap.plan import Plan
+from hap.run_record import (
+    DOING,
+    HEARTBEAT_S,
+    OTHER,
+    PLAN,
+    STATE_BYTES,
+    CallKind,
+    Head,
+    Part,
+    ProbeLine,
+    StateWriter,
+    StepLine,
+    rank_file,
+)
+from hap.runtime.probe import probe
+
+if TYPE_CHECKING:
+    from hap.runtime.collectives import Communicator
+
+VARIABLE = "HAP_RECORD"  # the folder, for ``hap run --record``
+STILL_S = 60.0  # without a change, until the stacks are written down
+
+
+class Entry:
+    """One use of the wire. ``marks``: entered and left, once, or twice for what the rank goes on beside."""
+
+    __slots__ = ("lane", "marks", "number", "started")
+
+    def __init__(self, number: int, started: bool) -> None:
+        self.number, self.started = number, started
+        self.marks: list[float] = []
+        self.lane: tuple[float, float] | None = None
+
+
+class Recorder:
+    """One rank's records, from now until ``close``. Made by ``HapProgram.record``; collective."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], comm: Communicator, plan: Plan, *, every: int = 1, probe_every: int = 0
+    ) -> None:
+        """``every``: so many steps apart are those of which each call is written; of all others the sums.
+        ``probe_every``: links are timed now, and again after so many steps if it is not 0.
+
+        ProgramError on a GPU, for a second recording at once, and for a folder that has records already.
+        """
+        self.folder, self.comm, self.every, self.probe_every = Path(folder), comm, every, probe_every
+        if every < 1 or probe_every < 0:
+            raise ProgramError(f"record: every={every}, probe_every={probe_every}: steps are counted from 1")
+        if comm.device.type != "cpu":
+            raise ProgramError("record: what a GPU's streams do is not to be seen from its host; CPU ranks only so far")
+        if comm.recorder is not None:
+            raise ProgramError(f"record: this job is recorded already, in {comm.recorder.folder}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = rank_file(self.folder, comm.rank, "jsonl")
+        if any(comm.gather_objects(path.exists())):
+            raise ProgramError(f"record: {self.folder} has records of another run; name a new folder")
+        if comm.rank == 0:
+            plan.save(self.folder / PLAN)
+        self._zero = time.perf_counter()
+        self._file = path.open("w", encoding="utf-8", buffering=1)
+        began = time.time()
+        device, host = plan.devices[comm.rank], socket.gethostname()
+        head = Head(rank=comm.rank, world_size=comm.world_size, device=device, host=host, pid=os.getpid(), began=began)
+        self._file.write(head.line())
+        self._wall = began - self._zero  # what makes of ``perf_counter`` the host's clock
+        self._state, self._memory = _mapped(rank_file(self.folder, comm.rank, "state"), began)
+        self._numbers: dict[object, int] = {}
+        self._step, self._began, self._doing = 0, 0.0, 0
+        self._parts: list[tuple[Part, float, float]] = []
+        self._entries: list[Entry] = []
+        self._entered, self._in_wire, self._call, self._since = 0, False, OTHER, self._zero
+        self._inner_s = self._outer_s = 0.0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hap-record", daemon=True)
+        self._thread.start()
+        self.probe()
+        comm.recorder = self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what is left, and that this rank ended as it should, or by ``error``. Twice is fine. Local."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self.comm.recorder = None
+        self._flush(self._since)  # nobody knows what the rank did after it
+        self._thread.join()
+        if error is not None:
+            text = "".join(traceback.format_exception(error))
+            rank_file(self.folder, self.comm.rank, "error").write_text(text, encoding="utf-8")
+        self._state.alive(time.time())
+        self._state.ended(1 if error is None else 2)
+        self._file.close()
+
+    def close_at_exit(self) -> None:
+        """For a script that does not know that it is recorded: closed when the interpreter ends."""
+        atexit.register(lambda: self.close(getattr(sys, "last_value", None)))
+
+    def probe(self) -> None:
+        """Time the links between all ranks, each pair by itself: ``hap.runtime.probe``. Between steps. Collective."""
+        seconds, nbytes = probe(self.comm)
+        self._file.write(ProbeLine(step=self._step, nbytes=nbytes, seconds=seconds).line())
+
+    @contextmanager
+    def part(self, name: Part) -> Iterator[None]:
+        """Around a part of the program."""
+        if name != "backward":
+            self._next_step()
+        self._doing, begun = DOING.index(name), time.perf_counter()
+        self._tell(begun)
+        yield
+        ended = time.perf_counter()
+        self._doing = 0
+        self._tell(ended)
+        self._parts.append((name, begun, ended))
+
+    def called(
+        self, kind: str, values: Sequence[torch.Tensor], layouts: Sequence[Sequence[Layout]], how: str, *, started: bool
+    ) -> Entry:
+        """A collective that is about to enter the wire; ``started``: the rank will go on beside it."""
+        key = (kind, how, *((v.shape, v.dtype) for v in values), *map(tuple, layouts))
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._numbers) + 1
+            pairs = zip(values, layouts, strict=True)
+            nbytes = sum(_whole_bytes(kind, value, found) for value, found in pairs)
+            told = CallKind(number=number, kind=kind, decomposition=how, values=len(values), nbytes=nbytes)
+            self._file.write(told.line())
+        entry = Entry(number, started)
+        self._entries.append(entry)
+        return entry
+
+    def enter(self, entry: Entry | None) -> Entry:
+        """The wire is entered, for this or for something that is no collective of the program's."""
+        if entry is None:
+            entry = Entry(OTHER, False)
+            self._entries.append(entry)
+        now = time.perf_counter()
+        entry.marks.append(now)
+        self._entered, self._in_wire, self._call = self._entered + 1, True, entry.number
+        self._tell(now)
+        return entry
+
+    def leave(self, entry: Entry) -> None:
+        now = time.perf_counter()
+        if self._doing:
+            self._inner_s += now - entry.marks[-1]
+        else:
+            self._outer_s += now - entry.marks[-1]
+        entry.marks.append(now)
+        self._in_wire = False
+        self._tell(now)
+
+    def moved(self, entry: Entry, move: Callable[[], None]) -> Callable[[], None]:
+        """``move``, with what it took written down: for the thread that will do it."""
+
+        def timed() -> None:
+            begun = time.perf_counter()
+            move()
+            entry.lane = begun, time.perf_counter()
+
+        return timed
+
+    def _tell(self, now: float) -> None:
+        self._since = now
+        self._state.now(self._doing, self._in_wire, self._step, self._entered, self._call, now + self._wall)
+
+    def _next_step(self) -> None:
+        self._flush(time.perf_counter())
+        if self.probe_every and self._step and self._step % self.probe_every == 0:
+            self.probe()
+        self._step += 1
+        self._began = time.perf_counter()
+
+    def _flush(self, now: float) -> None:
+        """Write the step that ends now, if one began."""
+        if self._parts:
+            self._file.write(self._line(now).line())
+        self._parts, self._entries = [], []
+        self._inner_s = self._outer_s = 0.0
+
+    def _line(self, now: float) -> StepLine:
+        calls = None
+        if (self._step - 1) % self.every == 0:
+            calls = tuple(self._in_numbers(entry) for entry in self._entries)
+        return StepLine(
+            step=self._step,
+            at_s=round(self._began - self._zero, 6),
+            seconds=round(now - self._began, 6),
+            parts=tuple((name, self._micros(begun), self._micros(ended)) for name, begun, ended in self._parts),
+            wire_s=round(self._inner_s, 6),
+            outside_wire_s=round(self._outer_s, 6),
+            calls=calls,
+        )
+
+    def _in_numbers(self, entry: Entry) -> tuple[int, ...]:
+        marks = entry.marks + (list(entry.lane) if entry.lane is not None and len(entry.marks) == 4 else [])
+        return (entry.number, int(entry.started), *map(self._micros, marks))
+
+    def _micros(self, mark: float) -> int:
+        return max(0, round(1e6 * (mark - self._began)))
+
+    def _watch(self) -> None:
+        """What the thread does."""
+        written_for = None
+        while not self._closed.wait(HEARTBEAT_S):
+            self._state.alive(time.time())
+            since = self._since
+            if time.perf_counter() - since > STILL_S and since != written_for:
+                written_for = since
+                with rank_file(self.folder, self.comm.rank, "stack").open("w", encoding="utf-8") as file:
+                    faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _mapped(path: Path, now: float) -> tuple[StateWriter, mmap.mmap]:
+    with path.open("w+b") as file:
+        file.truncate(STATE_BYTES)
+        memory = mmap.mmap(file.fileno(), STATE_BYTES)
+    return StateWriter(memoryview(memory), now), memory
+
+
+def _whole_bytes(kind: str, value: torch.Tensor, layouts: Sequence[Layout]) -> int:
+    """Of the whole value that a rank has a piece of."""
+    if kind in ("all_gather", "all_to_all"):
+        shape = layouts[0].whole_shape(value.shape)
+        return torch.Size(shape).numel() * value.itemsize
+    return value.nbytes

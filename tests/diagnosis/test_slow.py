@@ -1,0 +1,137 @@
+"""Who is slow, from records of jobs of which everything is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hap.diagnosis.change import find_change
+from hap.diagnosis.run import Run
+from hap.diagnosis.slow import Slow
+from hap.diagnosis.verdict import diagnose, told
+from tests._support.jobs import CALLS, job, plan_of, steady
+
+UNEQUAL = (0.30, 0.30, 0.24, 0.27)  # what the plan gives each rank: slow devices less, but not so much less
+
+
+def syndromes(run: Run) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f.syndrome, f.ranks) for f in diagnose(run).findings]
+
+
+def test_waits_are_told_apart_from_the_wire() -> None:
+    compute = np.array([[0.3, 0.1, 0.2]] * 5)
+    run = job(compute, np.zeros((5, 3)), 0.01)
+    waits = run.waits[0]
+    assert waits.shared_s == pytest.approx(np.full(CALLS, 0.01))
+    assert waits.waited_for_s == pytest.approx([0.1, 0, 0], abs=1e-5)  # rank 0 comes 0.1 s later than the second last
+    assert run.compute_s[0] == pytest.approx([0.3, 0.1, 0.2], abs=1e-5)
+    assert run.shared_s[0] == pytest.approx(0.06, abs=1e-5)
+
+
+def test_devices_that_are_unequal_as_planned_are_no_finding() -> None:
+    run = job(*steady(UNEQUAL), plan=plan_of(UNEQUAL, step_s=0.4))
+    assert syndromes(run) == []
+    assert told(diagnose(run)).startswith("healthy: 27 steps")
+
+
+@settings(max_examples=60, deadline=None)
+@given(rank=st.integers(0, 3), factor=st.floats(1.5, 4.0), off=st.floats(0.7, 2.0))
+def test_whoever_computes_longer_than_planned_is_found(rank: int, factor: float, off: float) -> None:
+    """``off``: by so much the plan is wrong for all."""
+    compute, outside = steady([off * s for s in UNEQUAL])
+    compute[:, rank] *= factor
+    found = diagnose(job(compute, outside, plan=plan_of([s + 0.02 for s in UNEQUAL], step_s=0.4))).findings
+    assert (found[0].syndrome, found[0].ranks, found[0].since_step) == ("compute straggler", (rank,), None)
+    assert found[0].factor == pytest.approx(factor, rel=0.1)
+    assert found[0].lost_s is not None and found[0].lost_s > 0
+    assert len(found) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(rank=st.integers(0, 3), factor=st.floats(1.3, 4.0), at=st.integers(9, 23))
+def test_whoever_computes_longer_than_before_is_found_with_the_step(rank: int, factor: float, at: int) -> None:
+    compute, outside = steady(UNEQUAL)
+    compute[at:, rank] *= factor
+    found = diagnose(job(compute, outside)).findings  # without a plan
+    assert (found[0].syndrome, found[0].ranks, found[0].since_step) == ("compute straggler", (rank,), at + 1)
+    assert found[0].factor == pytest.approx(factor, rel=0.05)
+    assert len(found) == 1
+
+
+def test_work_that_changes_for_all_is_nobodys_fault() -> None:
+    compute, outside = steady(UNEQUAL)
+    compute[15:] *= 1.6  # longer sequences, say
+    assert syndromes(job(compute, outside)) == []
+
+
+def test_a_rank_that_the_plan_gave_most_work_is_waited_for_and_well() -> None:
+    lopsided = (0.3, 0.1, 0.1, 0.1)
+    run = job(*steady(lopsided), plan=plan_of(lopsided, step_s=0.4))
+    slow = Slow.of(run)
+    assert slow.waited_for_s[0] == pytest.approx(0.2, rel=0.05)
+    assert syndromes(run) == []
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_late_data_are_told_apart_from_slow_compute(changes: bool) -> None:
+    compute, outside = steady(UNEQUAL)
+    outside[15 if changes else 0 :, 2] += 0.15
+    found = diagnose(job(compute, outside, plan=plan_of([s + 0.02 for s in UNEQUAL], step_s=0.4))).findings
+    assert [(f.syndrome, f.ranks) for f in found] == [("late between steps", (2,))]
+    assert found[0].since_step == (16 if changes else None)
+    assert found[0].factor == pytest.approx(8.5, rel=0.1)
+
+
+def test_an_optimizer_that_takes_long_where_planned_is_not_late() -> None:
+    """A rank with most of the parameters updates for longest, and that is in what its plan says."""
+    outside = (0.02, 0.02, 0.12, 0.02)
+    planned = [c + o for c, o in zip(UNEQUAL, outside, strict=True)]
+    assert syndromes(job(*steady(UNEQUAL, outside), plan=plan_of(planned, step_s=0.5))) == []
+
+
+def test_a_wire_that_becomes_slower_is_no_ranks_fault() -> None:
+    compute, outside = steady(UNEQUAL)
+    found = diagnose(job(compute, outside, [0.01] * 15 + [0.03] * 15)).findings
+    assert [(f.syndrome, f.since_step) for f in found] == [("slow communication", 16)]
+    assert found[0].lost_s == pytest.approx(CALLS * 0.02, rel=0.1)
+
+
+def test_slower_than_planned_everywhere_says_measure() -> None:
+    run = job(*steady([2 * s for s in UNEQUAL]), plan=plan_of(UNEQUAL, step_s=0.36))
+    (found,) = diagnose(run).findings
+    assert found.syndrome == "slower than planned" and "hap profile" in found.next_step
+    assert found.factor == pytest.approx((0.6 + CALLS * 0.01 + 0.02) / 0.36, rel=0.03)
+
+
+def test_two_steps_are_too_few_to_say() -> None:
+    compute, outside = steady(UNEQUAL, steps=2)
+    found = diagnose(job(compute, outside, plan=plan_of(UNEQUAL)))
+    assert found.findings == () and found.verdict.startswith("too few steps")
+
+
+# ---- change-points ----
+
+
+@settings(max_examples=80, deadline=None)
+@given(at=st.integers(5, 35), factor=st.floats(1.25, 5.0), seed=st.integers(0, 99), down=st.booleans())
+def test_a_change_is_found_where_it_is(at: int, factor: float, seed: int, down: bool) -> None:
+    series = np.random.default_rng(seed).normal(1, 0.02, 40)
+    series[at:] *= 1 / factor if down else factor
+    found = find_change(series, 1.15)
+    assert found is not None and abs(found.at - at) <= 1
+    assert found.factor == pytest.approx(1 / factor if down else factor, rel=0.06)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 9999), noise=st.floats(0.0, 0.2), spikes=st.integers(0, 3))
+def test_noise_and_single_slow_steps_are_no_change(seed: int, noise: float, spikes: int) -> None:
+    source = np.random.default_rng(seed)
+    series = np.abs(source.normal(1, noise, 40)) + 1e-3
+    series[source.choice(40, spikes, replace=False)] *= 5
+    assert find_change(series, 1.15) is None
+
+
+def test_too_few_values_have_no_change() -> None:
+    assert find_change(np.array([1.0] * 4 + [9.0] * 5), 1.15) is None

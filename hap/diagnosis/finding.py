@@ -12,6 +12,7 @@ Syndrome = Literal[
     "communication hang",  # all have come to it, and it does not end
     "desync",  # ranks wait in different collectives
     "compute straggler",  # a rank computes more slowly than its plan says, or than it did
+    "misjudged devices",  # all of one kind compute more slowly than a plan says that nothing was measured for
     "late between steps",  # a rank's data, optimizer or whatever it does beside the program takes long
     "slow sender",
     "slow receiver",

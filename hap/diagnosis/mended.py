@@ -30,7 +30,7 @@ def as_found(cluster: ClusterSpec, findings: Sequence[Finding]) -> tuple[Cluster
         if finding.factor is None or finding.factor <= 1:
             continue
         match finding.syndrome:
-            case "compute straggler":
+            case "compute straggler" | "misjudged devices":
                 said += [_slower_device(body, cluster, rank, finding.factor) for rank in finding.ranks]
             case "slow sender" | "slow receiver":
                 side = "up" if finding.syndrome == "slow sender" else "down"

@@ -88,9 +88,42 @@ def _lower_median(values: Array) -> float:
 
 def find_slow(slow: Slow) -> tuple[Finding, ...]:
     """Ranks that keep others waiting for a reason, and a wire that is slower than it was or should be."""
-    ranks = [f for rank in range(slow.run.world_size) if (f := _changed(slow, rank) or _off_plan(slow, rank))]
-    ranks.sort(key=lambda f: -(f.lost_s or 0.0))
-    return (*ranks, *_wire(slow))
+    everyone = range(slow.run.world_size)
+    changed = [f for rank in everyone if (f := _changed(slow, rank))]
+    known = {rank for finding in changed for rank in finding.ranks}
+    off = [f for rank in everyone if rank not in known and (f := _off_plan(slow, rank))]
+    found = [*changed, *_by_kind(slow, off)]
+    found.sort(key=lambda f: -(f.lost_s or 0.0))
+    return (*found, *_wire(slow))
+
+
+def _by_kind(slow: Slow, off: list[Finding]) -> list[Finding]:
+    """Where nothing was measured and all devices of a kind are off, the description of that kind is."""
+    plan = slow.run.plan
+    if plan is None or plan.provenance.profile_fingerprint is not None:
+        return off
+    kinds = [device.rpartition("/")[2].partition("#")[0] for device in slow.run.devices]
+    found, slower = list(off), [f for f in off if f.syndrome == "compute straggler"]
+    for kind in dict.fromkeys(kinds):
+        ranks = tuple(rank for rank, own in enumerate(kinds) if own == kind)
+        theirs = [f for f in slower if f.ranks[0] in ranks]
+        if theirs and (slow.compute_ratio[list(ranks)] >= SLOWER * slow.usual_compute).all():
+            found = [f for f in found if f not in theirs] + [_misjudged(slow, kind, ranks, theirs)]
+    return found
+
+
+def _misjudged(slow: Slow, kind: str, ranks: tuple[int, ...], theirs: list[Finding]) -> Finding:
+    factor = float(np.median(slow.compute_ratio[list(ranks)])) / slow.usual_compute
+    count = "the only one" if len(ranks) == 1 else f"all {len(ranks)}"
+    return Finding(
+        "misjudged devices",
+        ranks,
+        f"{kind} computes {factor:.2f} times as long as the plan says, beyond what others are off by",
+        (f"{count} of this kind, and nothing was measured", *theirs[0].evidence),
+        "hap profile measures what these devices do, hap plan --profile plans with it; -o writes what was found",
+        factor=factor,
+        lost_s=max(f.lost_s or 0.0 for f in theirs),
+    )
 
 
 def _changed(slow: Slow, rank: int) -> Finding | None:

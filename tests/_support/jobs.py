@@ -114,8 +114,12 @@ def job(
     outside_s: np.ndarray[Any, Any],
     wire_s: float | Sequence[float] = 0.01,
     plan: Plan | None = None,
+    devices: Sequence[str] | None = None,
 ) -> Run:
-    return Run(records(compute_s, outside_s, wire_s), plan)
+    ranks = records(compute_s, outside_s, wire_s)
+    names = [r.head.device for r in ranks] if devices is None else devices
+    named = (r._replace(head=r.head.model_copy(update={"device": n})) for r, n in zip(ranks, names, strict=True))
+    return Run(tuple(named), plan)
 
 
 def with_states(run: Run, states: Sequence[State | None], errors: Sequence[str | None] = ()) -> Run:

@@ -36,6 +36,23 @@ def test_devices_that_are_unequal_as_planned_are_no_finding() -> None:
     assert told(diagnose(run)).startswith("healthy: 27 steps")
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_kind_of_device_that_the_catalogue_misjudges_is_no_straggler(measured: bool) -> None:
+    """Ranks 2 and 3 are the two of their kind; with a measured profile the prediction is not what is wrong."""
+    compute, outside = steady(UNEQUAL)
+    compute[:, 2:] *= 1.7
+    plan = plan_of([s + 0.02 for s in UNEQUAL], step_s=0.4)
+    told = {"profile_fingerprint": "0" * 64 if measured else None}
+    plan = plan.model_copy(update={"provenance": plan.provenance.model_copy(update=told)})
+    run = job(compute, outside, plan=plan, devices=("a/fast#0", "a/fast#1", "b/slow#0", "b/slow#1"))
+    found = diagnose(run).findings
+    if measured:
+        assert found[0].syndrome == "compute straggler"
+        return
+    assert [(f.syndrome, f.ranks) for f in found] == [("misjudged devices", (2, 3))]
+    assert found[0].factor == pytest.approx(1.7, rel=0.1) and found[0].summary.startswith("slow computes 1.")
+
+
 @settings(max_examples=60, deadline=None)
 @given(rank=st.integers(0, 3), factor=st.floats(1.5, 4.0), off=st.floats(0.7, 2.0))
 def test_whoever_computes_longer_than_planned_is_found(rank: int, factor: float, off: float) -> None:

@@ -28,7 +28,7 @@ def probe(comm: Communicator, nbytes: int = PROBE_BYTES) -> tuple[tuple[float | 
     found: list[float | None] = [None] * comm.world_size
     if comm.group is None:
         return tuple(found), nbytes
-    answer, ask = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    answer, ask = (torch.zeros(size, dtype=torch.uint8, device=comm.device) for size in (nbytes, 1))
     for pairs in league(comm.world_size):
         mine = next((pair for pair in pairs if comm.rank in pair), None)
         for turn in range(2):
@@ -41,9 +41,17 @@ def probe(comm: Communicator, nbytes: int = PROBE_BYTES) -> tuple[tuple[float | 
                     dist.recv(ask, group=comm.group, group_src=target)
                     dist.send(answer, group=comm.group, group_dst=target)
                 else:
+                    _settle(comm.device)
                     begun = time.perf_counter()
                     dist.send(ask, group=comm.group, group_dst=source)
                     dist.recv(answer, group=comm.group, group_src=source)
+                    _settle(comm.device)
                     seconds, before = time.perf_counter() - begun, found[source]
                     found[source] = seconds if before is None else min(before, seconds)
     return tuple(found), nbytes
+
+
+def _settle(device: torch.device) -> None:
+    """A GPU's calls return before they are done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

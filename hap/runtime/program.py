@@ -195,7 +195,7 @@ class HapProgram(nn.Module):
 
         ``every``: of so many steps one is told call by call, of the others only sums. ``probe_every``: links are timed
         at the beginning, and again after so many steps if it is not 0. Collective; see ``hap.runtime.record``.
-        ProgramError on a GPU, and for a folder that has records already.
+        ProgramError for a folder that has records already.
         """
         return Recorder(folder, self._comm, self._plan, every=every, probe_every=probe_every)
 

@@ -10,7 +10,7 @@ has stood still for a minute. The forms are in ``hap/run_record.py``.
 
 These are C4D's records (arXiv 2406.04594: communicator, operation; collectives.md 1.2), and for its third layer, the
 transport, links are probed (``hap.runtime.probe``), as what moves inside of a backend's collective is not to be seen
-from here. On CPU ranks: a GPU's host runs ahead of what its streams do, and its clock would say nothing.
+from here. On a GPU the stamps are the streams' (``hap.runtime.marks``) and the state is the host's, which runs ahead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
@@ -49,6 +49,7 @@ from hap.run_record import (
     StepLine,
     rank_file,
 )
+from hap.runtime.marks import Mark, clock_of
 from hap.runtime.probe import probe
 
 if TYPE_CHECKING:
@@ -59,14 +60,26 @@ STILL_S = 60.0  # without a change, until the stacks are written down
 
 
 class Entry:
-    """One use of the wire. ``marks``: entered and left, once, or twice for what the rank goes on beside."""
+    """One use of the wire. ``marks``: entered and left, once, or twice for what the rank goes on beside; ``inside`` of
+    a part of the program, each time. ``lane``: when it was moved beside the program."""
 
-    __slots__ = ("lane", "marks", "number", "started")
+    __slots__ = ("inside", "lane", "marks", "number", "started")
 
     def __init__(self, number: int, started: bool) -> None:
         self.number, self.started = number, started
-        self.marks: list[float] = []
-        self.lane: tuple[float, float] | None = None
+        self.marks: list[Mark] = []
+        self.inside: list[bool] = []
+        self.lane: tuple[Mark, Mark] | None = None
+
+
+class Taken(NamedTuple):
+    """A step that has ended for the host."""
+
+    step: int
+    began: Mark
+    ended: Mark
+    parts: list[tuple[Part, Mark, Mark]]
+    entries: list[Entry]
 
 
 class Recorder:
@@ -78,13 +91,11 @@ class Recorder:
         """``every``: so many steps apart are those of which each call is written; of all others the sums.
         ``probe_every``: links are timed now, and again after so many steps if it is not 0.
 
-        ProgramError on a GPU, for a second recording at once, and for a folder that has records already.
+        ProgramError for a second recording at once, and for a folder that has records already.
         """
         self.folder, self.comm, self.every, self.probe_every = Path(folder), comm, every, probe_every
         if every < 1 or probe_every < 0:
             raise ProgramError(f"record: every={every}, probe_every={probe_every}: steps are counted from 1")
-        if comm.device.type != "cpu":
-            raise ProgramError("record: what a GPU's streams do is not to be seen from its host; CPU ranks only so far")
         if comm.recorder is not None:
             raise ProgramError(f"record: this job is recorded already, in {comm.recorder.folder}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -93,20 +104,22 @@ class Recorder:
             raise ProgramError(f"record: {self.folder} has records of another run; name a new folder")
         if comm.rank == 0:
             plan.save(self.folder / PLAN)
-        self._zero = time.perf_counter()
+        self._clock = clock_of(comm.device)
+        self._zero, zero = self._clock.mark(), time.perf_counter()
         self._file = path.open("w", encoding="utf-8", buffering=1)
         began = time.time()
         device, host = plan.devices[comm.rank], socket.gethostname()
         head = Head(rank=comm.rank, world_size=comm.world_size, device=device, host=host, pid=os.getpid(), began=began)
         self._file.write(head.line())
-        self._wall = began - self._zero  # what makes of ``perf_counter`` the host's clock
+        self._wall = began - zero  # what makes of ``perf_counter`` the host's clock
         self._state, self._memory = _mapped(rank_file(self.folder, comm.rank, "state"), began)
         self._numbers: dict[object, int] = {}
-        self._step, self._began, self._doing = 0, 0.0, 0
-        self._parts: list[tuple[Part, float, float]] = []
+        self._step, self._doing = 0, 0
+        self._began = self._last = self._zero
+        self._parts: list[tuple[Part, Mark, Mark]] = []
         self._entries: list[Entry] = []
-        self._entered, self._in_wire, self._call, self._since = 0, False, OTHER, self._zero
-        self._inner_s = self._outer_s = 0.0
+        self._taken: list[Taken] = []
+        self._entered, self._in_wire, self._call, self._since = 0, False, OTHER, zero
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hap-record", daemon=True)
         self._thread.start()
@@ -125,7 +138,9 @@ class Recorder:
             return
         self._closed.set()
         self.comm.recorder = None
-        self._flush(self._since)  # nobody knows what the rank did after it
+        self._take(self._last)  # nobody knows what the rank did after it
+        self._clock.settle()
+        self._write()
         self._thread.join()
         if error is not None:
             text = "".join(traceback.format_exception(error))
@@ -148,13 +163,12 @@ class Recorder:
         """Around a part of the program."""
         if name != "backward":
             self._next_step()
-        self._doing, begun = DOING.index(name), time.perf_counter()
-        self._tell(begun)
+        self._doing, begun = DOING.index(name), self._clock.mark()
+        self._tell()
         yield
-        ended = time.perf_counter()
-        self._doing = 0
-        self._tell(ended)
-        self._parts.append((name, begun, ended))
+        self._doing, self._last = 0, self._clock.mark()
+        self._tell()
+        self._parts.append((name, begun, self._last))
 
     def called(
         self, kind: str, values: Sequence[torch.Tensor], layouts: Sequence[Sequence[Layout]], how: str, *, started: bool
@@ -177,70 +191,73 @@ class Recorder:
         if entry is None:
             entry = Entry(OTHER, False)
             self._entries.append(entry)
-        now = time.perf_counter()
-        entry.marks.append(now)
+        entry.marks.append(self._clock.mark())
+        entry.inside.append(bool(self._doing))
         self._entered, self._in_wire, self._call = self._entered + 1, True, entry.number
-        self._tell(now)
+        self._tell()
         return entry
 
     def leave(self, entry: Entry) -> None:
-        now = time.perf_counter()
-        if self._doing:
-            self._inner_s += now - entry.marks[-1]
-        else:
-            self._outer_s += now - entry.marks[-1]
-        entry.marks.append(now)
+        self._last = self._clock.mark()
+        entry.marks.append(self._last)
         self._in_wire = False
-        self._tell(now)
+        self._tell()
 
     def moved(self, entry: Entry, move: Callable[[], None]) -> Callable[[], None]:
         """``move``, with what it took written down: for the thread that will do it."""
 
         def timed() -> None:
-            begun = time.perf_counter()
+            begun = self._clock.mark()
             move()
-            entry.lane = begun, time.perf_counter()
+            entry.lane = begun, self._clock.mark()
 
         return timed
 
-    def _tell(self, now: float) -> None:
-        self._since = now
-        self._state.now(self._doing, self._in_wire, self._step, self._entered, self._call, now + self._wall)
+    def _tell(self) -> None:
+        self._since = time.perf_counter()
+        self._state.now(self._doing, self._in_wire, self._step, self._entered, self._call, self._since + self._wall)
 
     def _next_step(self) -> None:
-        self._flush(time.perf_counter())
+        self._take(self._clock.mark())
+        self._write()
         if self.probe_every and self._step and self._step % self.probe_every == 0:
             self.probe()
         self._step += 1
-        self._began = time.perf_counter()
+        self._began = self._clock.mark()
 
-    def _flush(self, now: float) -> None:
-        """Write the step that ends now, if one began."""
+    def _take(self, ended: Mark) -> None:
+        """The step ends now, if one began."""
         if self._parts:
-            self._file.write(self._line(now).line())
+            self._taken.append(Taken(self._step, self._began, ended, self._parts, self._entries))
         self._parts, self._entries = [], []
-        self._inner_s = self._outer_s = 0.0
 
-    def _line(self, now: float) -> StepLine:
-        calls = None
-        if (self._step - 1) % self.every == 0:
-            calls = tuple(self._in_numbers(entry) for entry in self._entries)
+    def _write(self) -> None:
+        """The steps of which all is known by now."""
+        while self._taken and self._clock.has_passed(self._taken[0].ended):
+            self._file.write(self._line(self._taken.pop(0)).line())
+
+    def _line(self, taken: Taken) -> StepLine:
+        def micros(mark: Mark) -> int:
+            return max(0, round(1e6 * self._clock.seconds(taken.began, mark)))
+
+        def in_numbers(entry: Entry) -> tuple[int, ...]:
+            marks = entry.marks + (list(entry.lane) if entry.lane is not None and len(entry.marks) == 4 else [])
+            return (entry.number, int(entry.started), *map(micros, marks))
+
+        held_up_s = {True: 0.0, False: 0.0}
+        for entry in taken.entries:
+            for inside, (entered, left) in zip(entry.inside, pairs(entry.marks), strict=False):
+                held_up_s[inside] += self._clock.seconds(entered, left)
+        whole = (taken.step - 1) % self.every == 0
         return StepLine(
-            step=self._step,
-            at_s=round(self._began - self._zero, 6),
-            seconds=round(now - self._began, 6),
-            parts=tuple((name, self._micros(begun), self._micros(ended)) for name, begun, ended in self._parts),
-            wire_s=round(self._inner_s, 6),
-            outside_wire_s=round(self._outer_s, 6),
-            calls=calls,
+            step=taken.step,
+            at_s=round(self._clock.seconds(self._zero, taken.began), 6),
+            seconds=round(max(0.0, self._clock.seconds(taken.began, taken.ended)), 6),
+            parts=tuple((name, micros(begun), micros(ended)) for name, begun, ended in taken.parts),
+            wire_s=round(held_up_s[True], 6),
+            outside_wire_s=round(held_up_s[False], 6),
+            calls=tuple(map(in_numbers, taken.entries)) if whole else None,
         )
-
-    def _in_numbers(self, entry: Entry) -> tuple[int, ...]:
-        marks = entry.marks + (list(entry.lane) if entry.lane is not None and len(entry.marks) == 4 else [])
-        return (entry.number, int(entry.started), *map(self._micros, marks))
-
-    def _micros(self, mark: float) -> int:
-        return max(0, round(1e6 * (mark - self._began)))
 
     def _watch(self) -> None:
         """What the thread does."""
@@ -252,6 +269,11 @@ class Recorder:
                 written_for = since
                 with rank_file(self.folder, self.comm.rank, "stack").open("w", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
+
+
+def pairs(marks: Sequence[Mark]) -> Iterator[tuple[Mark, Mark]]:
+    """Entered and left, each time."""
+    return zip(marks[::2], marks[1::2], strict=False)
 
 
 def _mapped(path: Path, now: float) -> tuple[StateWriter, mmap.mmap]:

@@ -24,8 +24,11 @@ from hap.diagnosis.verdict import diagnose
 from hap.errors import ProgramError
 from hap.plan import Plan
 from hap.run_record import PLAN, RecordError, read_folder
+from hap.runtime import record
+from hap.runtime.collectives import Communicator
 from hap.runtime.mesh import MeshProgram
 from hap.runtime.program import HapProgram
+from tests._support.jobs import plan_of
 from tests._support.ranks import RankError, run_ranks
 from tests.runtime.test_features_batches import batch, net, net_plans
 
@@ -64,22 +67,22 @@ def test_a_recorded_job_computes_the_same_and_tells_all(name: str, tmp_path: Pat
     assert run_ranks(RANKS, both_ways, plan, str(tmp_path)) == [True] * RANKS
     ranks = read_folder(tmp_path)
     assert Plan.load(tmp_path / PLAN).checksum == plan.checksum
-    for rank, record in enumerate(ranks):
-        assert (record.head.rank, record.head.world_size, record.head.device) == (rank, RANKS, plan.devices[rank])
-        assert [s.step for s in record.steps] == [1, 2, 3, 4, 5]
-        assert [s.calls is not None for s in record.steps] == [True, False, True, False, True]
-        assert [p.step for p in record.probes] == [0, 3]
-        assert record.state is not None and record.state.ended == 1 and not record.state.in_wire
-        for probe in record.probes:
+    for rank, told in enumerate(ranks):
+        assert (told.head.rank, told.head.world_size, told.head.device) == (rank, RANKS, plan.devices[rank])
+        assert [s.step for s in told.steps] == [1, 2, 3, 4, 5]
+        assert [s.calls is not None for s in told.steps] == [True, False, True, False, True]
+        assert [p.step for p in told.probes] == [0, 3]
+        assert told.state is not None and told.state.ended == 1 and not told.state.in_wire
+        for probe in told.probes:
             assert [s is None for s in probe.seconds] == [r == rank for r in range(RANKS)]
-        for line in record.steps:
+        for line in told.steps:
             assert [part for part, _, _ in line.parts] == ["forward", "backward"]
             assert line.compute_s > 0 and line.wire_s <= line.parts_s <= line.seconds
             assert line.outside_wire_s > 0  # clipping's sum
             marks = [call[2:] for call in line.calls or ()]
             assert all(list(m[:4]) == sorted(m[:4]) for m in marks)
-    told = [[(r.kinds[c[0]].kind if c[0] else "", c[1]) for c in r.steps[0].calls or ()] for r in ranks]
-    assert told[0] == told[1] == told[2]
+    order = [[(r.kinds[c[0]].kind if c[0] else "", c[1]) for c in r.steps[0].calls or ()] for r in ranks]
+    assert order[0] == order[1] == order[2]
     wholes = [sorted((k.kind, k.values, k.nbytes) for k in r.kinds.values()) for r in ranks]
     assert wholes[0] == wholes[1] == wholes[2]
     assert any(len(call) == 8 for r in ranks for call in r.steps[0].calls or ()) or name == "data"
@@ -193,3 +196,57 @@ def test_a_rank_that_ends_is_found_and_not_those_it_left_alone(
     (found,) = diagnose(load_run(tmp_path)).findings
     assert (found.syndrome, found.ranks) == (syndrome, (1,))
     assert what == "killed" or "ValueError: a broken sample" in found.summary
+
+
+# ---- a clock that lags behind, as a GPU's does ----
+
+
+class LaggingClock:
+    """A mark each millisecond, of which those up to ``done`` have passed."""
+
+    def __init__(self) -> None:
+        self.now = self.done = 0
+
+    def mark(self) -> int:
+        self.now += 1
+        return self.now
+
+    def seconds(self, begin: int, end: int) -> float:
+        assert end <= self.done, "asked about what has not passed"
+        return (end - begin) / 1e3
+
+    def has_passed(self, mark: int) -> bool:
+        return mark <= self.done
+
+    def settle(self) -> None:
+        self.done = self.now
+
+
+def test_steps_are_written_when_the_device_has_come_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LaggingClock()
+    monkeypatch.setattr(record, "clock_of", lambda device: clock)
+    monkeypatch.setattr(record, "probe", lambda comm: ((None,), 1))
+    recorder = record.Recorder(tmp_path, Communicator(None), plan_of((0.1,)))
+
+    def step() -> None:
+        with recorder.part("forward"):
+            call = recorder.called("all_reduce", [torch.ones(4)], [()], "ring", started=True)
+            recorder.leave(recorder.enter(call))
+            recorder.moved(call, lambda: None)()
+        with recorder.part("backward"):
+            recorder.leave(recorder.enter(call))
+
+    def written() -> list[int]:
+        return [line.step for line in read_folder(tmp_path)[0].steps]
+
+    step(), step(), step()
+    assert written() == []
+    clock.done = 14  # when the second step begins
+    step()
+    assert written() == [1]
+    recorder.close()
+    assert written() == [1, 2, 3, 4]
+    first = read_folder(tmp_path)[0].steps[1]
+    assert first.parts == (("forward", 1000, 6000), ("backward", 7000, 10000))
+    assert first.calls == ((1, 1, 2000, 3000, 8000, 9000, 4000, 5000),)
+    assert (first.seconds, first.wire_s, first.outside_wire_s) == (0.011, 0.002, 0.0)

@@ -23,11 +23,13 @@ from hap.codegen.layout import Layout
 from hap.codegen.program import DECOMPOSITIONS
 from hap.draws import rand, randint, randn
 from hap.dropout import keep_mask
+from hap.run_record import read_folder
 from hap.runtime.collectives import Communicator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 CASES = 12
 STEPS = 3
+PASSES = 5  # forward and backward, of three steps, the last of which has three batches
 EXACT = 1e-10  # float64: relative difference of losses, gradients and parameters
 
 
@@ -158,7 +160,8 @@ def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def train_like_one_device(device: torch.device, plans: dict[str, dict[str, str]]) -> dict[str, float]:
     """For every plan (name -> pins) the largest relative difference from plain PyTorch on one device: losses and
-    gradients of ``STEPS`` steps of AdamW with clipping, a checkpoint after the first, and the parameters after them."""
+    gradients of ``STEPS`` steps of AdamW with clipping, a checkpoint after the first, and the parameters after them.
+    All of it is recorded."""
     comm = Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, device)
     ratios = tuple(float(comm.world_size - r) for r in range(comm.world_size))
     cluster = unequal_cluster(comm.world_size, "nccl" if device.type == "cuda" else "gloo")
@@ -175,8 +178,21 @@ def train_like_one_device(device: torch.device, plans: dict[str, dict[str, str]]
             effort="quick",
             device=device,
         )
-        found[name] = _difference(program, device)
+        with tempfile.TemporaryDirectory() as folder:
+            with program.record(comm.from_rank_zero(folder)):
+                found[name] = _difference(program, device)
+            comm.gather_objects(None)  # until all have written
+            if comm.rank == 0:
+                _check_records(Path(folder))
+            comm.gather_objects(None)
     return found
+
+
+def _check_records(folder: Path) -> None:
+    """That every pass was recorded, and that it took time: on GPUs, that the streams' events were read."""
+    for record in read_folder(folder):
+        times = [step.compute_s for step in record.steps if step.trains]
+        assert len(times) == PASSES and min(times) > 0, f"rank {record.head.rank}: recorded passes took {times}"
 
 
 def _difference(program: Any, device: torch.device) -> float:

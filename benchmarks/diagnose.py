@@ -9,8 +9,8 @@ that never comes, is stopped, is killed or raises, a link that is cut. The diagn
 of what hangs while it hangs, each second until there is one. It is right if its first finding has the syndrome and the
 rank; all else that it finds is counted as false.
 
-What recording costs is measured apart, on two ranks without emulated speeds that compute all the time: blocks of steps
-with and without, in turns.
+What recording costs is measured apart: the recorder alone, on calls as a program makes them; and two ranks without
+emulated speeds that compute all the time, blocks of steps with and without in turns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import argparse
 import os
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import threading
@@ -31,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import Report, Spread, parse
-from benchmarks.diagnose_rank import AT, REPAIRED, Fault, costs, job
+from benchmarks.diagnose_rank import AT, REPAIRED, Fault, costs, job, recorder_us
 from benchmarks.race import CLUSTERS, chosen, cluster, profiled
 from benchmarks.race_models import MODELS, build
 from benchmarks.testbed import RankError, Testbed
@@ -66,6 +65,14 @@ SYNDROMES = {
     "raises": "raised",
     "link cut": "communication hang",
 }
+TWO = """
+name: two
+backend: gloo
+hosts:
+  - name: one
+    devices: [{name: c, count: 2, tflops: {float32: 1}, memory: 4GB, memory_bandwidth: 10GB/s}]
+    link: {bandwidth: 2GB/s, latency: 20us}
+"""
 ENDS = {"sends slowly": 0, "receives slowly": 1}  # which of a link's
 FAULTS = (
     Fault("none"),
@@ -239,22 +246,27 @@ class Watcher(threading.Thread):
         return False
 
 
-def cost(blocks: int) -> tuple[Spread, Spread, float]:
-    """Wall and CPU seconds of a step while it is recorded over without, block by block; and collectives of a step."""
-    hosts = [
-        {"name": f"h{r}", "devices": [{"name": "c", "tflops": {"float32": 1}, "memory": "4GB",
-         "memory_bandwidth": "10GB/s"}], "network": {"bandwidth": "10Gbit/s", "latency": "50us"}}
-        for r in range(2)
-    ]  # fmt: skip
-    spec = ClusterSpec.model_validate({"name": "two", "backend": "gloo", "hosts": hosts})
-    with tempfile.TemporaryDirectory() as folder, Testbed(spec, enforced=False, load=2.0) as bed:
-        ranks = bed.run(costs, spec.to_yaml(), folder, blocks, timeout=300.0)
+@dataclass(frozen=True)
+class Cost:
+    """``alone_us``: CPU microseconds of each collective, its part of the step's line included; ``wall`` and ``cpu``: of
+    a step while it is recorded over without, block by block, of ``calls`` collectives."""
+
+    alone_us: Spread
+    wall: Spread
+    cpu: Spread
+    calls: int
+
+
+def cost(blocks: int) -> Cost:
+    two = ClusterSpec.from_yaml(TWO)
+    with tempfile.TemporaryDirectory() as folder, Testbed(two, enforced=False, load=2.0) as bed:
+        ranks = bed.run(costs, two.to_yaml(), folder, blocks, timeout=300.0)
     walls = [max(r[i][0] for r in ranks) / max(r[i][1] for r in ranks) for i in range(blocks)]
     cpus = [sum(r[i][2] for r in ranks) / sum(r[i][3] for r in ranks) for i in range(blocks)]
-    return Spread.of(walls), Spread.of(cpus), ranks[0][0][4]
+    return Cost(Spread.of(recorder_us(blocks)), Spread.of(walls), Spread.of(cpus), ranks[0][0][4])
 
 
-def write(report: Report, rows: Sequence[Row], costs: tuple[Spread, Spread, float]) -> None:
+def write(report: Report, rows: Sequence[Row], cost: Cost) -> None:
     faulty = [row for row in rows if row.fault.what != "none"]
     report.figure("jobs", len(rows))
     report.figure("faults", len(faulty))
@@ -267,10 +279,10 @@ def write(report: Report, rows: Sequence[Row], costs: tuple[Spread, Spread, floa
         report.figure("worst_error_of_factor", max(abs(row.factor / row.fault.factor - 1) for row in measured))  # type: ignore[operator]
     if after := [row.after_s for row in rows if row.after_s is not None]:
         report.figure("seconds_to_tell_a_hang", max(after), Spread.of(after))
-    wall, cpu, calls = costs
-    report.figure("recorded_over_not_wall", statistics.median((wall.least, wall.median, wall.most)), wall)
-    report.figure("recorded_over_not_cpu", cpu.median, cpu)
-    report.figure("collectives_of_a_step_recorded", calls)
+    report.figure("recording_us_of_a_collective", cost.alone_us.median, cost.alone_us)
+    report.figure("recorded_over_not_wall", cost.wall.median, cost.wall)
+    report.figure("recorded_over_not_cpu", cost.cpu.median, cost.cpu)
+    report.figure("collectives_of_a_step_recorded", cost.calls)
     cells = [
         (
             row.case,

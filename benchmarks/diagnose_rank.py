@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +20,24 @@ from benchmarks.race_models import build
 from benchmarks.race_rank import RECORDED, WARM, Hap
 from benchmarks.testbed.pace import deadline
 from hap.cluster import ClusterSpec
+from hap.codegen.layout import Layout
 from hap.run_record import rank_file
+from hap.runtime.collectives import Communicator
+from hap.runtime.record import Recorder
 
 STEPS = 40
 AT = 20  # the step before which what goes wrong does so
 PROBE_EVERY = 12  # links are timed before the steps 1, 13, 25 and 37
 POLL_S = 0.05
 BLOCK = 20  # steps, when it is measured what recording costs
+CALLS = 100  # of a step
+ONE = ClusterSpec.from_yaml("""
+name: one
+backend: gloo
+hosts:
+  - name: a
+    devices: [{name: c, tflops: {float32: 1}, memory: 4GB, memory_bandwidth: 10GB/s}]
+""")
 REPAIRED = "repaired"  # a file in the folder of the records: what kept a rank is over
 HANGS = ("never comes", "stopped", "killed", "raises", "link cut")
 
@@ -124,4 +136,31 @@ def costs(rank: int, cluster: str, folder: str, blocks: int) -> list[tuple[float
         lines = rank_file(Path(f"{folder}/{number}"), rank, "jsonl").read_text(encoding="utf-8").splitlines()
         calls = len(json.loads(lines[-1])["step"]["calls"])
         found.append((recorded[0], alone[0], recorded[1], alone[1], calls))
+    return found
+
+
+def recorder_us(blocks: int) -> list[float]:
+    """CPU microseconds of the recorder for each collective, a block of steps at a time."""
+    built = build("GPT-2")
+    plan = hap.plan(
+        built.model,
+        ONE,
+        example_inputs=built.example_inputs,
+        example_targets=built.example_targets,
+        loss_fn=built.loss_fn,
+        effort="quick",
+    )
+    values, layouts = [torch.ones(16, 8) for _ in range(3)], [(Layout(0, 1, 1, (16,)),)] * 3
+    found = []
+    with tempfile.TemporaryDirectory() as folder, Recorder(folder, Communicator(None), plan) as recorder:
+        for _ in range(blocks):
+            begun = time.process_time()
+            for _ in range(BLOCK):
+                with recorder.part("forward"):
+                    for _ in range(CALLS):
+                        entry = recorder.called("all_gather", values, layouts, "pairs", started=False)
+                        recorder.leave(recorder.enter(entry))
+                with recorder.part("backward"):
+                    pass
+            found.append(1e6 * (time.process_time() - begun) / BLOCK / CALLS)
     return found

@@ -71,6 +71,20 @@ def accumulate(body: Body) -> str:
     return f"{words}\n\n{_source('accumulate', body)}"
 
 
+def diagnose(body: Body) -> str:
+    """How much of what went wrong was found, and what was found where nothing did."""
+    f = body["figures"]
+    words = (
+        f"Jobs of four emulated unequal ranks, in which a device became slow or was so from the start, data came "
+        f"late, a link became slower one way or was cut, a rank never came, was stopped, killed, or raised: of "
+        f"{f['faults']:.0f} {f['faults_found']:.0f} were found, with the rank; of {f['healthy_jobs']:.0f} healthy jobs "
+        f"{f['healthy_jobs_with_findings']:.0f} had a finding. How many times as slow a device had become was told "
+        f"within {f['worst_error_of_factor']:.0%}, a hang within {f['seconds_to_tell_a_hang']:.0f} s. Recording took "
+        f"{f['recording_us_of_a_collective']:.0f} us of CPU for each collective."
+    )
+    return f"{words}\n\n{_source('diagnose', body)}"
+
+
 def zoo(body: Body) -> str:
     """Captured, planned and equal to one device, of how many."""
     f = body["figures"]
@@ -146,6 +160,7 @@ def collectives(body: Body) -> str:
 SECTIONS: Mapping[str, Callable[[Body], str]] = {
     "race": race,
     "accumulate": accumulate,
+    "diagnose": diagnose,
     "zoo": zoo,
     "planning": planning,
     "planning_proofs": planning_proofs,

@@ -1,6 +1,6 @@
 """Does ``hap diagnose`` find what is wrong with a job, and nothing where nothing is?
 
-    python benchmarks/diagnose.py [--quick] [--clusters both,links] [--models GPT-2,VGG]
+    python benchmarks/diagnose.py [--quick] [--only "GPT-2@both,VGG@links"]
 
 The race's models and clusters, on a bed of four ranks with enforced links; a profile of each cluster is measured first,
 and the plan made from it. A job of 40 recorded steps is run for each thing that can go wrong, and for none: a device
@@ -29,26 +29,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import hap
 from benchmarks.common import Report, Spread, parse
 from benchmarks.diagnose_rank import AT, REPAIRED, Fault, costs, job, recorder_us
 from benchmarks.race import CLUSTERS, chosen, cluster, profiled
 from benchmarks.race_models import MODELS, build
 from benchmarks.testbed import RankError, Testbed
-from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.cost_models.profile import CalibratedCluster
 from hap.diagnosis.run import Run, load_run
 from hap.diagnosis.verdict import Diagnosis, diagnose
 from hap.plan import Plan
-from hap.rules.choices import choices
 from hap.run_record import RecordError, State, rank_file
 from hap.runtime.emulate import measure_host
-from hap.search.planner import plan_graph
-from hap.whatif import explained
 
 NAME = "diagnose"
-CASES = ("both", "links")
-WHO = ("GPT-2", "VGG")
+CASES = ("GPT-2@both", "VGG@links", "BERT@weak host")
 POLL_S = 0.2
 ASKED_S = 1.0
 PATIENCE_S = 60.0  # for a hang
@@ -126,32 +122,29 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--clusters", default="", help=f"some of {', '.join(CLUSTERS)}; default: {', '.join(CASES)}")
-    parser.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}; default: {', '.join(WHO)}")
+    parser.add_argument("--only", default="", help=f"models at clusters of the race; default: {', '.join(CASES)}")
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="copy each job's records into a folder of its own here"
     )
     options = parse(NAME, "What hap diagnose finds of what is wrong.", argv, parser)
     report = Report(NAME, "What hap diagnose finds in jobs in which something goes wrong", options)
-    models = chosen(options.extra.models, MODELS, WHO[:1] if options.quick else WHO)
+    known = {f"{model}@{name}": (model, name) for model in MODELS for name in CLUSTERS}
     call_s, rows = measure_host().launch_s, []
-    for name in chosen(options.extra.clusters, CLUSTERS, CASES[:1] if options.quick else CASES):
-        told = profiled(name, call_s, models)
-        for model in models:
-            plan = planned(model, told)
-            for number, fault in enumerate(QUICK if options.quick else FAULTS):
-                case = f"{model}, {name}"
-                keep = options.extra.keep and options.extra.keep / f"{case}, {number} {fault.what}"
-                rows.append(run(case, model, name, told, plan, fault, keep))
-                print(rows[-1], "right" if rows[-1].right else "WRONG", flush=True)
+    for case in chosen(options.extra.only, known, CASES[:1] if options.quick else CASES):
+        model, name = known[case]
+        told = profiled(name, call_s, (model,))
+        plan = planned(model, told)
+        for number, fault in enumerate(QUICK if options.quick else FAULTS):
+            keep = options.extra.keep and options.extra.keep / f"{case}, {number} {fault.what}"
+            rows.append(run(case, model, name, told, plan, fault, keep))
+            print(rows[-1], "right" if rows[-1].right else "WRONG", flush=True)
     write(report, rows, cost(4 if options.quick else 12))
 
 
 def planned(model: str, told: CalibratedCluster) -> Plan:
     built = build(model)
-    given = {"loss_fn": built.loss_fn, "example_targets": built.example_targets, "name": model}
-    graph = capture(built.model, built.example_inputs, **given)
-    return explained(plan_graph(choices(graph), told), graph, told, helps=False)
+    given = {"loss_fn": built.loss_fn, "example_targets": built.example_targets}
+    return hap.plan(built.model, told.described, example_inputs=built.example_inputs, profile=told.profile, **given)
 
 
 def run(case: str, model: str, name: str, told: CalibratedCluster, plan: Plan, fault: Fault, keep: Path | None) -> Row:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from hap.commands import clocks, diagnosing, guarding, launching, planning, reading, rules, shared
+from hap.commands import advising, clocks, diagnosing, guarding, launching, planning, reading, rules, shared
 from hap.commands.launching import launch_arguments
 from hap.errors import HapError
 
@@ -35,6 +35,7 @@ app.command()(planning.program)
 app.command()(clocks.simulate)
 app.command()(clocks.profile)
 app.command()(diagnosing.diagnose)
+app.command()(advising.advise)
 app.add_typer(rules.app, name="rules")
 app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(launching.run)
 

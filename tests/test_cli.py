@@ -41,6 +41,7 @@ SURFACE = {
     ],
     "explain": [*MODEL, "--node", "--json"],
     "diff": ["--json"],
+    "advise": ["-c", "--cluster", *MODEL, "--optimizer", "--effort", "--json"],
     "diagnose": ["--plan", "-o", "--out", "--trace", "--collectives", "--json"],
     "report": ["--run", "-o", "--out", "--json"],
     "check": ["--update", "--json"],

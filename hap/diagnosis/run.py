@@ -79,9 +79,15 @@ class Run:
         return tuple(row[0].step for row in self.steps)
 
     @cached_property
+    def rank_s(self) -> Array:
+        """(S, N): from the beginning of a step to that of the next. Ranks that wait for each other take as long."""
+        return self._table([[line.seconds for line in row] for row in self.steps])
+
+    @cached_property
     def seconds(self) -> Array:
         """(S,): of each step, on the rank that took longest."""
-        return np.array([max(line.seconds for line in row) for row in self.steps])
+        longest: Array = self.rank_s.max(axis=1, initial=0.0)
+        return longest
 
     @cached_property
     def compute_s(self) -> Array:

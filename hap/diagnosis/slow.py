@@ -63,7 +63,7 @@ class Slow:
             compute,
             outside,
             float(np.median(shared)) if shared else np.nan,
-            np.median(told, axis=0) if told else np.zeros(run.world_size),
+            np.maximum(np.median(told, axis=0) if told else 0.0, _ahead(np.median(run.rank_s[window], axis=0))),
             *ratios,
         )
 
@@ -78,6 +78,16 @@ class Slow:
     @property
     def since_step(self) -> int | None:
         return None if self.change is None else self.run.numbers[self.change.at]
+
+
+def _ahead(rank_s: Array) -> Array:
+    """(N,): by how much the longest rank's steps are longer than the second's: where ranks hardly meet in a step, they
+    wait for it elsewhere, or at the end."""
+    found = np.zeros_like(rank_s)
+    if len(rank_s) > 1:
+        second, first = np.sort(rank_s)[-2:]
+        found[rank_s.argmax()] = first - second
+    return found
 
 
 def _lower_median(values: Array) -> float:
@@ -127,22 +137,31 @@ def _misjudged(slow: Slow, kind: str, ranks: tuple[int, ...], theirs: list[Findi
 
 
 def _changed(slow: Slow, rank: int) -> Finding | None:
-    """Whether the rank takes longer than it did, and others do not."""
-    run = slow.run
-    for table, inside in ((run.compute_s, True), (run.outside_s, False)):
-        change = find_change(table[:, rank], CHANGED)
-        if change is None or change.factor <= 1:
-            continue
-        rest = [find_change(table[:, r], CHANGED) for r in range(run.world_size) if r != rank]
-        if rest and all(c is not None and c.factor >= change.factor / CHANGED for c in rest):
-            continue  # all of them, by as much: their work has changed
-        before, after = (float(np.median(part)) for part in np.split(table[:, rank], [change.at]))
-        if after - before < MATTERS * slow.step_s:
-            continue
-        since = run.numbers[change.at]
-        said = f"{in_words(after)} of each step, {in_words(before)} before step {since}"
-        return _late(slow, rank, inside, change.factor, said, since)
-    return None
+    """Whether the rank takes longer than it did, by what matters, and others do not. A device that has become slow is
+    so in the program and beside it."""
+    run, both = slow.run, slow.run.compute_s + slow.run.outside_s
+    if (change := _own_change(both, rank)) is None:
+        return None
+    before, after = (float(np.median(part)) for part in np.split(both[:, rank], [change.at]))
+    if after - before < MATTERS * slow.step_s:
+        return None
+    computes = _own_change(run.compute_s, rank)
+    table = run.outside_s if computes is None else run.compute_s
+    change = computes or _own_change(run.outside_s, rank) or change
+    before, after = (float(np.median(part)) for part in np.split(table[:, rank], [change.at]))
+    since = run.numbers[change.at]
+    said = f"{in_words(after)} of each step, {in_words(before)} before step {since}"
+    return _late(slow, rank, computes is not None, change.factor, said, since)
+
+
+def _own_change(table: Array, rank: int) -> Change | None:
+    """For the worse, of this rank alone: if all others change by as much, their work has changed."""
+    change = find_change(table[:, rank], CHANGED)
+    if change is None or change.factor <= 1:
+        return None
+    rest = [find_change(table[:, r], CHANGED) for r in range(table.shape[1]) if r != rank]
+    alike = [c is not None and c.factor >= change.factor / CHANGED for c in rest]
+    return None if alike and all(alike) else change
 
 
 def _off_plan(slow: Slow, rank: int) -> Finding | None:
@@ -152,7 +171,7 @@ def _off_plan(slow: Slow, rank: int) -> Finding | None:
     assert slow.run.plan is not None
     predicted = slow.run.plan.predicted.compute_s[rank]
     excess = float(slow.compute_s[rank] + slow.outside_s[rank]) - slow.usual * predicted
-    inside = float(slow.compute_s[rank]) - slow.usual_compute * predicted >= excess / 2
+    inside = bool(slow.compute_ratio[rank] >= SLOWER * slow.usual_compute)
     factor: float | None
     if inside:
         factor = float(slow.compute_ratio[rank]) / slow.usual_compute

@@ -1,0 +1,101 @@
+"""``hap advise``: every way planned, beside what is there now."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hap.advice import HELPS, NOW, Advice, Option, advise
+from hap.build import BuiltModel
+from hap.cluster import ClusterSpec
+from hap.errors import HapError
+from tests.test_cli import invoke
+
+TWO = """
+name: two
+backend: gloo
+hosts:
+  - name: left
+    devices: [{name: fast, count: 2, tflops: {float32: 2, bfloat16: 8}, memory: 800MB, memory_bandwidth: 100GB/s}]
+    link: {bandwidth: 10GB/s, latency: 5us}
+    network: {bandwidth: 1Gbit/s, latency: 50us}
+  - name: right
+    devices: [{name: old, tflops: {float32: 0.05, bfloat16: 0.05}, memory: 800MB, memory_bandwidth: 10GB/s}]
+    network: {bandwidth: 100Mbit/s, latency: 100us}
+"""
+
+
+def net(width: int = 512, batch: int = 256) -> BuiltModel:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+        inputs, targets = torch.empty(batch, width), torch.empty(batch, width)
+    return BuiltModel(model, (inputs,), targets, nn.functional.mse_loss)
+
+
+def names(found: Advice) -> list[str]:
+    return [option.name for option in found.options]
+
+
+def test_the_slow_device_is_advised_against() -> None:
+    told: list[str] = []
+    found = advise(net(), ClusterSpec.from_yaml(TWO), effort="quick", progress=told.append)
+    assert found.best is not None and found.best.name.startswith("without right/old#0")
+    assert found.best.how == "hap plan --leave-out" and (found.gain(found.best) or 0) > 0.01
+    speeds = [o.samples_per_s for o in found.options if o.samples_per_s is not None]
+    assert speeds == sorted(speeds, reverse=True) and found.gain(found.now) == 0
+    assert "bfloat16 autocast" in names(found) and "two axes" in names(found) and "4 batches a step" in names(found)
+    kinds = {o.name: o.trains for o in found.options}
+    assert kinds["bfloat16 autocast"] == "the same, rounded" and kinds["4 batches a step"] == "larger batches"
+    assert sum(o.trains == "the same, on other hardware" for o in found.options) <= HELPS
+    assert told[0] == NOW and len(told) == 7
+    text = str(found)
+    assert (
+        text.startswith("without right/old#0 is ") and "trains the same: hap plan --leave-out" in text.splitlines()[0]
+    )
+
+
+def test_what_does_not_fit_whole_may_fit_in_parts() -> None:
+    """Activations of 8,192 samples fill the devices, and those of a part do not."""
+    small = TWO.replace("memory: 800MB", "memory: 80MB")
+    found = advise(net(batch=8192), ClusterSpec.from_yaml(small), effort="quick")
+    assert found.now.samples_per_s is None and found.now.why_not
+    assert found.best is not None and found.best.name.startswith("the batch in ")
+    assert found.gain(found.best) is None and found.best.how in str(found)
+    assert found.options[-1].samples_per_s is None
+
+
+def test_nothing_is_advised_where_nothing_helps() -> None:
+    def option(name: str, speed: float | None, trains: str = "the same") -> Option:
+        return Option(name, trains, "hap plan", 2, speed)  # type: ignore[arg-type]
+
+    assert Advice((option("x", 9.0, "larger batches"), option(NOW, 5.0), option("y", 4.0))).best is None
+    assert Advice((option("y", 5.01), option(NOW, 5.0))).best is None  # no more than rounding
+    best = Advice((option("y", 6.0), option(NOW, 5.0))).best
+    assert best is not None and best.name == "y"
+    assert str(Advice((option(NOW, 5.0),))).startswith("nothing that trains the same is faster")
+
+
+def test_what_fits_in_no_way_is_refused() -> None:
+    tiny = TWO.replace("memory: 800MB", "memory: 1MB")
+    with pytest.raises(HapError, match=r"25.196544MB; the 3 devices hold"):
+        advise(net(), ClusterSpec.from_yaml(tiny), effort="quick")
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(TWO)
+    (tmp_path / "advised_model.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef build():\n"
+        "    x = torch.zeros(64, 32)\n"
+        "    return {'model': nn.Linear(32, 32), 'example_inputs': (x,), 'example_targets': x,"
+        " 'loss_fn': nn.functional.mse_loss}\n"
+    )
+    given = ["advise", f"{tmp_path}/advised_model.py:build", "-c", f"{tmp_path}/c.yaml"]
+    code, out, _ = invoke(capsys, *given)
+    assert code == 0 and NOW in out and "samples/s" in out
+    code, out, _ = invoke(capsys, *given, "--json")
+    body = json.loads(out)
+    assert code == 0 and {"best", "options"} == set(body) and any(o["name"] == NOW for o in body["options"])

@@ -138,11 +138,12 @@ class Recorder:
             return
         self._closed.set()
         self.comm.recorder = None
-        self._take(self._last)  # nobody knows what the rank did after it
-        self._clock.settle()
-        self._write()
         self._thread.join()
-        if error is not None:
+        if error is None:  # else the device may be in no state to be asked, and the last step is none
+            self._take(self._last)  # nobody knows what the rank did after it
+            self._clock.settle()
+            self._write()
+        else:
             text = "".join(traceback.format_exception(error))
             rank_file(self.folder, self.comm.rank, "error").write_text(text, encoding="utf-8")
         self._state.alive(time.time())

@@ -250,3 +250,15 @@ def test_steps_are_written_when_the_device_has_come_so_far(tmp_path: Path, monke
     assert first.parts == (("forward", 1000, 6000), ("backward", 7000, 10000))
     assert first.calls == ((1, 1, 2000, 3000, 8000, 9000, 4000, 5000),)
     assert (first.seconds, first.wire_s, first.outside_wire_s) == (0.011, 0.002, 0.0)
+
+
+def test_a_device_that_failed_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``settle`` and ``seconds`` of a clock whose marks have not passed would raise."""
+    monkeypatch.setattr(record, "clock_of", lambda device: LaggingClock())
+    monkeypatch.setattr(record, "probe", lambda comm: ((None,), 1))
+    recorder = record.Recorder(tmp_path, Communicator(None), plan_of((0.1,)))
+    with pytest.raises(ValueError, match="the device is gone"), recorder, recorder.part("forward"):
+        raise ValueError("the device is gone")
+    (found,) = read_folder(tmp_path)
+    assert found.steps == () and found.state is not None and found.state.ended == 2
+    assert found.error is not None and found.error.endswith("ValueError: the device is gone\n")

@@ -13,6 +13,8 @@ import typer.main
 
 from hap import cli
 from hap.build import build_from, build_hugging_face
+from hap.cluster import ClusterSpec
+from hap.commands.launching import KEEPS_MEMORY, environment
 from hap.errors import HapError
 from hap.mesh_plan import parse_plan
 from hap.plan import Plan
@@ -407,3 +409,15 @@ class TestHuggingFace:
     def test_no_language_model(self) -> None:
         with pytest.raises(HapError, match="vit is not a causal language model"):
             build_hugging_face("vit", batch=1)
+
+
+def test_ranks_on_cpus_keep_their_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a profile is measured, too, so that both are of the same."""
+    on_cpus = ClusterSpec.from_yaml(ONE)
+    on_gpus = ClusterSpec.from_yaml("name: g\nbackend: nccl\nhosts:\n  - {name: a, devices: [{gpu: T4}]}\n")
+    for name in (*KEEPS_MEMORY, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment(on_cpus).items() >= {**KEEPS_MEMORY, "OMP_NUM_THREADS": "1"}.items()
+    assert not KEEPS_MEMORY.keys() & environment(on_gpus).keys()
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1")
+    assert environment(on_cpus)["MALLOC_TRIM_THRESHOLD_"] == "1"

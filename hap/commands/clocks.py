@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hap.commands import shared
-from hap.commands.launching import launch_arguments
+from hap.commands.launching import environment, launch_arguments
 from hap.commands.shared import Batch, ClusterOption, HuggingFace, ModelArgument, PlanArgument, SequenceLength
 from hap.errors import HapError
 
@@ -74,8 +74,7 @@ def profile(
 def _launch(spec: ClusterSpec) -> int:
     """The same command once more, on a rank for each device."""
     command = [sys.executable, "-m", "torch.distributed.run", *launch_arguments(spec, None, None), "-m", "hap"]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run([*command, *sys.argv[1:]], env=environment, check=False).returncode
+    return subprocess.run([*command, *sys.argv[1:]], env=environment(spec), check=False).returncode
 
 
 def _on_ranks(

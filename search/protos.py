@@ -64,6 +64,7 @@ class KeptSolver:
         self.upper = np.array(proto.variables.upper_bounds)
         self.basis: solution_pb2.BasisProto | None = None  # of the last solution of a linear program
         self.ended = ""  # in what state it was left last
+        self.proved = -np.inf  # what no point was below then
         self._solver = solver.new(kind, proto, parameters_pb2.SolverInitializerProto())
 
     def minimise(self, cost: Array) -> None:
@@ -107,7 +108,7 @@ class KeptSolver:
         registration = callback_pb2.CallbackRegistrationProto()
         result = self._solver.solve(parameters, wanted, None, registration, None, None)
         self.basis = next((s.basis for s in result.solutions if s.HasField("basis")), None)
-        self.ended = _reason(result)
+        self.ended, self.proved = _reason(result), result.termination.objective_bounds.dual_bound
         return _solution(result, self.width)
 
 

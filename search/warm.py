@@ -52,7 +52,7 @@ class WarmProgram:
     ) -> None:
         self.proto, self.decisions, self.stakes, self.check = proto, decisions, stakes, check
         self.integers = np.array(proto.variables.integers, dtype=bool)
-        assert not decisions or sorted(np.concatenate(decisions)) == np.flatnonzero(self.integers).tolist()
+        assert not decisions or (np.sort(np.concatenate(decisions)) == np.flatnonzero(self.integers)).all()
         relaxed = model_pb2.ModelProto()
         relaxed.CopyFrom(proto)
         relaxed.variables.integers[:] = [False] * len(self.integers)
@@ -87,8 +87,8 @@ class WarmProgram:
     ) -> Solution | None:
         self.solver.limit(upper)
         self.solver.minimise(cost)
-        relaxed = self.solver.solve(RELAXED, reduced=True, start=start)
-        self.is_empty = self.solver.ended == "infeasible"
+        relaxed = self.solver.solve(_relaxed(below), reduced=True, start=start)
+        self.is_empty = self.solver.ended == "infeasible" or self._is_above(below)
         if relaxed is None or not relaxed.is_optimal:
             return None
         if relaxed.objective >= below:
@@ -117,6 +117,10 @@ class WarmProgram:
         best = min(rest, found, key=lambda point: point.objective)
         return best._replace(bound=min(max(rest.bound, bound), best.objective), status=rest.status)
 
+    def _is_above(self, below: float) -> bool:
+        """Whether the solver ended early, as it had proved that every point costs so much."""
+        return self.solver.ended == "no_solution_found" and self.solver.proved >= below
+
     @property
     def _is_large(self) -> bool:
         return len(self.upper) ** 2 * LARGE > WORK
@@ -144,3 +148,14 @@ class WarmProgram:
         proto.objective.linear_coefficients.ids[:] = used.tolist()
         proto.objective.linear_coefficients.values[:] = cost[used].tolist()
         return solve_once(proto, HIGHS, parameters)
+
+
+def _relaxed(below: float) -> parameters_pb2.SolveParametersProto:
+    """As ``RELAXED``, but no further than to the proof that every point costs clearly more than ``below``: each dual
+    step raises what is proved, and one that has no point would be taken to the end."""
+    if below == np.inf:
+        return RELAXED
+    parameters = parameters_pb2.SolveParametersProto()
+    parameters.CopyFrom(RELAXED)
+    parameters.glop.objective_upper_limit = below + INTEGRAL * abs(below)
+    return parameters

@@ -9,6 +9,7 @@ from ortools.math_opt import model_pb2
 
 from hap.fabric import Array
 from hap.placement import GroupSizes
+from hap.search.branches import RELAXED
 from hap.search.milp import choose
 from hap.search.pins import Pins
 from hap.search.problem import Problem
@@ -154,3 +155,23 @@ def test_the_objective_changes_and_the_optimum_with_it() -> None:
         point = warm.solve(np.array(cost))
         assert point is not None and point.objective == pytest.approx(least) == point.bound
         assert point.values.tolist() == pytest.approx(taken)
+
+
+def test_above_what_no_point_may_cost_nothing_is_solved_to_the_end() -> None:
+    """A limit below the relaxation's optimum leaves no point, and it is said that this is proved; with one above it the
+    same point is found as without."""
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        cost, held = rng.integers(1, 30, 12).astype(np.float64), rng.integers(0, 9, (3, 12)).astype(np.float64)
+        asked = covering(cost, held, 0.43 * held.sum(axis=1))
+        relaxed = WarmProgram(asked).solver.solve(RELAXED)
+        free = WarmProgram(asked).solve(cost)
+        assert relaxed is not None
+        for part, is_empty in ((0.2, True), (0.999, True), (1.001, False), (10.0, False)):
+            warm = WarmProgram(asked)
+            point = warm.solve(cost, below=part * relaxed.objective)
+            assert warm.is_empty == is_empty
+            if is_empty:
+                assert point is None
+            elif free is not None:
+                assert point is not None and point.values.tolist() == free.values.tolist()

@@ -15,9 +15,9 @@ milliseconds and gigabytes (HiGHS drops coefficients under 1e-9; feasibility-det
     wanted:   sum_p f[v,k,p,q] = sum_{j wants q} x[reader(k),j]                            (_transport)
     shared:   c[v,p,q] >= f[v,k,p,q]   for every slot k that wants q                       (_converted)
     together: sum of x of input u sharded in group g = the same of input u'                (_together)
-    compute:  T >= sum seconds[a,i,r] x[a,i] + sum slice[v,q,r] c[v,p,q]   for every r     (_priced)
+    compute:  T >= sum seconds[a,i,r] x[a,i] + sum slice[v,q,r] c[v,p,q]   for every r     (_device_rows)
     memory:   sum held[a,i,r,m] x[a,i] + sum copy[v,q,r,m] c[v,p,q] <= capacity[r]
-              for every r and moment m of the step (see ``hap.search.prices``)             (_priced)
+              for every r and moment m of the step (see ``hap.search.prices``)             (_device_rows)
 
     minimise  T + sum_v,p,q seconds[v,p,q] c[v,p,q]                                        (_priced)
 
@@ -47,6 +47,7 @@ from ortools.math_opt import model_pb2, solution_pb2
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import Partial, Placement
+from hap.search.branches import Decision
 from hap.search.classes import Classes, Slot, ValueClass
 from hap.search.protos import HIGHS, Solution, branching, fill_matrix, solve_once, with_rows
 from hap.search.warm import WarmProgram
@@ -130,7 +131,27 @@ class Skeleton:
     @cached_property
     def kept(self) -> WarmProgram:
         """The program without device rows, as it was solved last."""
-        return WarmProgram(_program(self, np.zeros((0, len(self.names) + 1)), ()))
+        return WarmProgram(self.program)
+
+    @cached_property
+    def program(self) -> model_pb2.ModelProto:
+        """The skeleton with ``T``; nothing costs anything."""
+        width, rows = len(self.names) + 1, len(self.row_names)
+        proto = model_pb2.ModelProto(name="strategies")
+        proto.variables.ids.extend(range(width))
+        proto.variables.lower_bounds.extend([0.0] * width)
+        proto.variables.upper_bounds.extend([1.0] * (width - 1) + [np.inf])
+        proto.variables.integers.extend([*self.integers, False])
+        proto.linear_constraints.ids.extend(range(rows))
+        proto.linear_constraints.lower_bounds.extend([lb for lb, _ in self.row_bounds])
+        proto.linear_constraints.upper_bounds.extend([ub for _, ub in self.row_bounds])
+        fill_matrix(proto, self.entries, np.zeros((0, width)), rows)
+        return proto
+
+    @cached_property
+    def decisions(self) -> list[Decision]:
+        """The variables of every class, of which exactly one is 1."""
+        return [np.array(terms) for terms in self.x]
 
     def _decisions(self) -> None:
         for a, node_class in enumerate(self.classes.nodes):
@@ -247,10 +268,12 @@ def choose(
     if unlimited is not None and _fits(found, unlimited.values[:-1]):
         return _choice(skeleton, unlimited, len(skeleton.row_names))
     for limited in (False, True) if unlimited is None else (True,):
-        proto = _priced(skeleton, found, barriers, limited)
+        rows, most = _device_rows(found, barriers, limited)
+        proto = _priced(skeleton, rows, most, _objective_ms(found, barriers))
         proto.variables.upper_bounds[:] = upper.tolist()
         start = None if unlimited is None else skeleton.kept.solver.basis
-        solved = _solved(skeleton, proto, start, gap, nodes, below_s * MS if limited else np.inf, check)
+        below = below_s * MS if limited else np.inf
+        solved = _solved(skeleton, proto, _stakes(rows, most), start, gap, nodes, below, check)
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
@@ -263,6 +286,7 @@ def choose(
 def _solved(
     skeleton: Skeleton,
     proto: model_pb2.ModelProto,
+    stakes: Array,
     start: solution_pb2.BasisProto | None,
     gap: float,
     nodes: int,
@@ -275,24 +299,19 @@ def _solved(
     cost[list(linear.ids)] = list(linear.values)
     first = len(skeleton.row_names)
     begin = None if start is None else with_rows(start, first, len(proto.linear_constraints.ids) - first)
-    program = WarmProgram(proto, [np.array(terms) for terms in skeleton.x], _stakes(proto, first), check)
+    program = WarmProgram(proto, skeleton.decisions, stakes, check)
     found = program.solve(cost, start=begin, gap=gap, nodes=nodes, below=below)
     if found is None and not program.is_empty:
         found = solve_once(proto, HIGHS, branching(gap, nodes))
     return found if found is None or found.objective < below else None
 
 
-def _stakes(proto: model_pb2.ModelProto, first: int) -> Array:
-    """Of every variable (V,) what it takes of the row from ``first`` on that it takes most of, as a part of the row's
-    limit; where that is 0, of the most that any variable takes."""
-    matrix, upper = proto.linear_constraint_matrix, np.array(proto.linear_constraints.upper_bounds)
-    rows, columns, taken = np.array(matrix.row_ids), np.array(matrix.column_ids), np.array(matrix.coefficients)
-    largest, found = np.zeros(len(upper)), np.zeros(len(proto.variables.ids))
-    np.maximum.at(largest, rows, taken)
-    own = (rows >= first) & (taken > 0.0)
-    limits = np.where(upper > 0.0, upper, largest)[rows[own]]
-    np.maximum.at(found, columns[own], taken[own] / limits)
-    return found
+def _stakes(rows: Array, most: Array) -> Array:
+    """Of every variable (V,) what it takes of that one of ``rows`` (K, V), at most ``most`` (K,), that it takes most
+    of, as a part of the row's limit; where that is 0, of the most that any variable takes."""
+    limits = np.where(most > 0.0, most, rows.max(axis=1, initial=0.0))
+    parts: Array = np.divide(rows, limits[:, None], out=np.zeros_like(rows), where=rows > 0.0)
+    return parts.max(axis=0, initial=0.0)
 
 
 def _choice(skeleton: Skeleton, solved: Solution, rows: int, fullness: float = 1.0) -> Choice:
@@ -334,35 +353,30 @@ def _held_bytes(found: Coefficients, values: Array) -> Array:
     return held
 
 
-def _priced(skeleton: Skeleton, found: Coefficients, barriers: bool, limited: bool) -> model_pb2.ModelProto:
-    """The whole program: skeleton, objective, and the device rows of every kind of rank; of memory, if ``limited``."""
+def _device_rows(found: Coefficients, barriers: bool, limited: bool) -> tuple[Array, Array]:
+    """The rows of every kind of rank (K, V + 1), and what each is at most (K,); of memory, if ``limited``."""
     compute_ms = found.compute_s[:0] if barriers else found.compute_s * MS
     dense = [np.append(compute_ms, np.full((len(compute_ms), 1), -1.0), axis=1)]
-    upper = [0.0] * len(compute_ms)
+    most = [np.zeros(len(compute_ms))]
     for held in found.held_bytes if limited else ():
         dense.append(np.append(held * GB, np.zeros((len(held), 1)), axis=1))
-        upper += (found.capacity_bytes * GB).tolist()
+        most.append(found.capacity_bytes * GB)
     rows = np.concatenate(dense)
     rows[np.abs(rows) < SMALLEST] = 0.0
-    proto, cost_ms = _program(skeleton, rows, upper), _objective_ms(found, barriers)
+    return rows, np.concatenate(most)
+
+
+def _priced(skeleton: Skeleton, rows: Array, most: Array, cost_ms: Array) -> model_pb2.ModelProto:
+    """The whole program: skeleton, objective (V + 1,), and device rows (K, V + 1) that are at most ``most`` (K,)."""
+    proto, first = model_pb2.ModelProto(), len(skeleton.row_names)
+    proto.CopyFrom(skeleton.program)
+    proto.linear_constraints.ids.extend(range(first, first + len(rows)))
+    proto.linear_constraints.lower_bounds.extend([-np.inf] * len(rows))
+    proto.linear_constraints.upper_bounds.extend(most.tolist())
+    fill_matrix(proto, (), rows, first)
     used = np.flatnonzero(cost_ms)
     proto.objective.linear_coefficients.ids.extend(used.tolist())
     proto.objective.linear_coefficients.values.extend(cost_ms[used].tolist())
-    return proto
-
-
-def _program(skeleton: Skeleton, rows: Array, upper: Sequence[float]) -> model_pb2.ModelProto:
-    """The skeleton with ``T``, and rows (K, V + 1) that are at most ``upper`` (K,); nothing costs anything."""
-    width, first = len(skeleton.names) + 1, len(skeleton.row_names)
-    proto = model_pb2.ModelProto(name="strategies")
-    proto.variables.ids.extend(range(width))
-    proto.variables.lower_bounds.extend([0.0] * width)
-    proto.variables.upper_bounds.extend([1.0] * (width - 1) + [np.inf])
-    proto.variables.integers.extend([*skeleton.integers, False])
-    proto.linear_constraints.ids.extend(range(first + len(rows)))
-    proto.linear_constraints.lower_bounds.extend([lb for lb, _ in skeleton.row_bounds] + [-np.inf] * len(rows))
-    proto.linear_constraints.upper_bounds.extend([*(ub for _, ub in skeleton.row_bounds), *upper])
-    fill_matrix(proto, skeleton.entries, rows, first)
     return proto
 
 

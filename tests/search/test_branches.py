@@ -9,7 +9,7 @@ from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
 from hap.placement import GroupSizes
 from hap.search import warm
 from hap.search.branches import RELAXED, Branches, Part, Rises
-from hap.search.milp import _priced, _stakes, choose
+from hap.search.milp import _device_rows, _objective_ms, _priced, _stakes, choose
 from hap.search.pins import Pins
 from hap.search.problem import Problem
 from hap.search.protos import HIGHS, KeptSolver, Solution, branching, fill_matrix, solve_once
@@ -235,15 +235,14 @@ def test_layers_that_hardly_fit_as_the_other_solver_alone_would_choose(barriers:
 
 def by_highs(problem: Problem, prices: Prices, barriers: bool) -> float | None:
     """Of the whole program, in milliseconds."""
-    proto = _priced(prices.tables.skeleton, prices.coefficients(), barriers, True)
-    found = solve_once(proto, HIGHS, branching(1e-9, 100_000))
-    return None if found is None else found.objective
+    found = prices.coefficients()
+    proto = _priced(prices.tables.skeleton, *_device_rows(found, barriers, True), _objective_ms(found, barriers))
+    solved = solve_once(proto, HIGHS, branching(1e-9, 100_000))
+    return None if solved is None else solved.objective
 
 
 def test_stakes_are_parts_of_a_rows_limit() -> None:
-    """The first variable takes 3 of 4 and 1 of 8; the second 2 of 4 and 6 of 8; rows before them do not count."""
-    shop = model_pb2.ModelProto()
-    shop.variables.ids.extend(range(2))
-    shop.linear_constraints.upper_bounds.extend([1.0, 4.0, 8.0])
-    fill_matrix(shop, [(0, 0, 1.0), (0, 1, 1.0)], np.array([[3.0, 2.0], [1.0, 6.0]]), 1)
-    assert _stakes(shop, 1).tolist() == [0.75, 0.75]
+    """The first variable takes 3 of 4 and 1 of 8; the second 2 of 4 and 6 of 8. Of a row that is at most 0 the most
+    that any takes counts; what a row gives is no stake."""
+    assert _stakes(np.array([[3.0, 2.0], [1.0, 6.0]]), np.array([4.0, 8.0])).tolist() == [0.75, 0.75]
+    assert _stakes(np.array([[1.0, 2.0, -1.0]]), np.zeros(1)).tolist() == [0.5, 1.0, 0.0]

@@ -40,7 +40,7 @@ from hap.search import Pins, plan_graph
 from hap.search.classes import Classes, find_classes
 from hap.search.milp import NodePayer, Skeleton, choose, make_skeleton
 from hap.search.pins import pinned_candidates
-from hap.search.tables import Coefficients
+from hap.search.tables import Coefficients, Held
 
 NAME = "planning_hap"
 PER_DEVICE = 32
@@ -123,7 +123,7 @@ class HapPrices:
                 numel = self.clock.graph.meta
                 seconds = sum(self.clock.conversion_s(numel(v).numel, p, q, self.ratios) for v, p, q in known)
             together[list(payer.variables)] += seconds
-        return Coefficients(together, np.zeros((1, width)), np.zeros((1, 1, width)), np.full(1, 1e12))
+        return Coefficients(together, np.zeros((1, width)), Held(np.zeros((1, 1, width))), np.full(1, 1e12))
 
 
 @dataclass(frozen=True)

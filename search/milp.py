@@ -277,7 +277,7 @@ def choose(
         if solved is None:
             return None
         if limited or _fits(found, solved.values[:-1]):
-            held = _held_bytes(found, solved.values[:-1])
+            held = found.held.at(solved.values[:-1])
             fullness = float((held / found.capacity_bytes).max()) if limited else 1.0
             return _choice(skeleton, solved, len(proto.linear_constraints.ids), fullness)
     raise AssertionError("what is limited is taken as it is")
@@ -343,14 +343,7 @@ def _objective_ms(found: Coefficients, barriers: bool) -> Array:
 
 def _fits(found: Coefficients, values: Array) -> bool:
     """Whether a point of the program without memory rows obeys them."""
-    return bool((_held_bytes(found, values) * GB <= found.capacity_bytes * GB + SMALLEST).all())
-
-
-def _held_bytes(found: Coefficients, values: Array) -> Array:
-    """(moments, R) at a point, of which little is not 0: a product of whole matrices would wake all cores."""
-    used = np.flatnonzero(values)
-    held: Array = (found.held_bytes[:, :, used] * values[used]).sum(axis=2)
-    return held
+    return bool((found.held.at(values) * GB <= found.capacity_bytes * GB + SMALLEST).all())
 
 
 def _device_rows(found: Coefficients, barriers: bool, limited: bool) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ and bytes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -35,14 +36,38 @@ from hap.search.wires import Wanted, Wires
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Bytes (moments, R, V) of every variable; or of every payer, if ``tables`` are theirs, and spread over the
+    variables when they are asked for: mostly it is asked about one point, at which few are not 0."""
+
+    of: Array
+    tables: Tables | None = None
+
+    @cached_property
+    def bytes(self) -> Array:
+        return self.of if self.tables is None else self.tables.of_variables(self.of)
+
+    def at(self, values: Array) -> Array:
+        """(moments, R) at a point (V,). No product of whole matrices, which would wake all cores."""
+        used = np.flatnonzero(values)
+        own = self.of[:, :, used] if self.tables is None else self.tables.of_some(self.of, used)
+        held: Array = (own * values[used]).sum(axis=2)
+        return held
+
+
 class Coefficients(NamedTuple):
     """What a variable of the program costs when it is 1: ``together_s`` (V,) in which all ranks are busy together,
-    ``compute_s`` (R, V) of one rank of every kind, ``held_bytes`` (moments, R, V); ``capacity_bytes`` (R,)."""
+    ``compute_s`` (R, V) of one rank of every kind, ``held`` (moments, R, V); ``capacity_bytes`` (R,)."""
 
     together_s: Array
     compute_s: Array
-    held_bytes: Array
+    held: Held
     capacity_bytes: Array
+
+    @property
+    def held_bytes(self) -> Array:
+        return self.held.bytes
 
 
 @dataclass
@@ -62,15 +87,16 @@ class _Entries:
             self.places[place] = len(self.weights)
             self.weights.append(weight)
 
-    def sum(self, values: Array, payers: int, column: int = 0) -> Array:
-        """values (what, R) -> (R, payers): weighted by column ``column`` of the weights."""
-        total = np.zeros((values.shape[1], payers))
-        if self.places:
-            payer, what = self._where
-            weights = self._table[:, column]
-            for of_rank, own in zip(total, values.T, strict=True):
-                of_rank += np.bincount(payer, weights=own[what] * weights, minlength=payers)
-        return total
+    def sum(self, values: Array, payers: int) -> Array:
+        """values (what, R) -> (W, R, payers): weighted."""
+        rows = self.width * values.shape[1]
+        if not self.places:
+            return np.zeros((self.width, values.shape[1], payers))
+        payer, what = self._where
+        weighted = values.T[:, what] * self._table.T[:, None, :]
+        places = payer + payers * np.arange(rows)[:, None]
+        total: Array = np.bincount(places.ravel(), weighted.ravel(), rows * payers)
+        return total.reshape(self.width, values.shape[1], payers)
 
     @cached_property
     def _where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -87,6 +113,21 @@ class _Conversion(NamedTuple):
     nbytes: int
     source: Placement
     target: Placement
+
+
+class _Alike(NamedTuple):
+    """Conversions between ends that cost alike at any sizes: ``numbers`` of those of so many bytes."""
+
+    source: Placement
+    target: Placement
+    numbers: defaultdict[int, list[int]]
+
+
+def _end(placement: Placement) -> object:
+    """What a price depends on, of one end."""
+    if not isinstance(placement, Shard):
+        return type(placement)
+    return placement.group, placement.n, placement.dim, placement.outer
 
 
 @dataclass(eq=False)
@@ -111,10 +152,14 @@ class Tables:
                     self._node(number, members, payer.option)
             else:
                 self._conversions(number, payer)
-        self.by_kind: dict[Collective, list[tuple[int, _Conversion]]] = {}  # with their numbers
+        self.by_kind: dict[Collective, dict[object, _Alike]] = {}
         for i, c in enumerate(self.conversions.numbers):
             assert isinstance(c, _Conversion)
-            self.by_kind.setdefault(collective_kind(c.source, c.target), []).append((i, c))
+            alike = self.by_kind.setdefault(collective_kind(c.source, c.target), {})
+            ends = _end(c.source), _end(c.target)
+            if ends not in alike:
+                alike[ends] = _Alike(c.source, c.target, defaultdict(list))
+            alike[ends].numbers[c.nbytes].append(i)
         payer, self.variable = np.array(
             [(i, v) for i, p in enumerate(self.skeleton.payers) for v in p.variables], dtype=np.int64
         ).T
@@ -127,6 +172,17 @@ class Tables:
         for total, row in zip(found, rows, strict=True):
             total += np.bincount(self.variable, row[self.payer], width)
         return found.reshape(*of_payers.shape[:-1], width)
+
+    def of_some(self, of_payers: Array, variables: NDArray[np.int64]) -> Array:
+        """The same of these variables alone, (moments, R, payers) -> (moments, R, variables)."""
+        place = np.full(len(self.skeleton.names), -1)
+        place[variables] = np.arange(len(variables))
+        kept = np.flatnonzero(place[self.variable] >= 0)
+        variable, payer = place[self.variable[kept]], self.payer[kept]
+        found = np.zeros((len(variables), *of_payers.shape[:-1]))
+        for at in np.ndindex(of_payers.shape[:-1]):
+            found[:, *at] = np.bincount(variable, of_payers[at][payer], len(variables))
+        return found.transpose(1, 2, 0)  # as indexing leaves them, so that they are added up in the same order
 
     def on(self, facts: Facts) -> Tables:
         """The same entries for another cluster: none of them depends on it."""
@@ -267,14 +323,14 @@ class Prices:
     @cached_property
     def _coefficients(self) -> Coefficients:
         t, ranks, payers = self.tables, list(self.ranks), len(self.tables.skeleton.payers)
-        compute = t.calls.sum(self._calls_s()[:, ranks], payers) + t.updates.sum(self._updates_s()[:, ranks], payers)
         together, slices = self._conversions_s()
+        compute = t.calls.sum(self._calls_s()[:, ranks], payers) + t.updates.sum(self._updates_s()[:, ranks], payers)
         compute += t.conversions.sum(slices[:, ranks], payers)
-        kept = self._local(t.held)[:, ranks], self._local(t.copies)[:, ranks]
-        held = np.array([t.held.sum(kept[0], payers, m) + t.copies.sum(kept[1], payers, m) for m in range(MOMENTS)])
-        together_s = t.conversions.sum(together[:, None], payers)[0]
-        spread = [t.of_variables(a) for a in (together_s, compute, held)]
-        return Coefficients(spread[0], spread[1], spread[2], self.capacity)
+        held = t.held.sum(self._local(t.held)[:, ranks], payers)
+        held += t.copies.sum(self._local(t.copies)[:, ranks], payers)
+        together_s = t.conversions.sum(together[:, None], payers)
+        spread = [t.of_variables(of_one[0]) for of_one in (together_s[:, 0], compute)]
+        return Coefficients(spread[0], spread[1], Held(held, t), self.capacity)
 
     def _calls_s(self) -> Array:
         """(calls, N)."""
@@ -301,21 +357,25 @@ class Prices:
         """Of every distinct conversion: seconds of all together (C,), seconds of each rank (C, N)."""
         n, count = self.cluster.world_size, len(self.tables.conversions.numbers)
         together, slices = np.zeros(count), np.zeros((count, n))
-        cut = self.tables.by_kind.get("slice", [])
-        if cut:
-            lines = [self.wires.cut_s(c.nbytes) for _, c in cut]
-            given = np.array([shares(c.target, self.here, n) for _, c in cut])
-            constant, slope = (np.array(part) for part in zip(*lines, strict=True))
-            slices[[i for i, _ in cut]] = constant + slope * given
         distinct: dict[Sizes, int] = {}
         number = {group: distinct.setdefault(tuple(sizes), len(distinct)) for group, sizes in self.sizes.items()}
-        for kind, conversions in self.tables.by_kind.items():
-            if kind != "slice":
-                self._price_alike(kind, conversions, number, together)
+        for kind, alike in self.tables.by_kind.items():
+            if kind == "slice":
+                self._cut(alike.values(), slices)
+            else:
+                self._price_alike(kind, alike.values(), number, together)
         return together, slices
 
+    def _cut(self, cuts: Iterable[_Alike], into: Array) -> None:
+        """Pieces cut out of whole values."""
+        for cut in cuts:
+            share = shares(cut.target, self.here, self.cluster.world_size)
+            for nbytes, numbers in cut.numbers.items():
+                constant, slope = self.wires.cut_s(nbytes)
+                into[numbers] = constant + slope * share
+
     def _price_alike(
-        self, kind: Collective, conversions: Sequence[tuple[int, _Conversion]], number: Mapping[str, int], into: Array
+        self, kind: Collective, conversions: Iterable[_Alike], number: Mapping[str, int], into: Array
     ) -> None:
         """Those of one kind: of the same ends, by their sizes' ``number``, all at once."""
 
@@ -326,11 +386,13 @@ class Prices:
             return (placement.dim, placement.outer, own) if kind == "all_to_all" else own
 
         alike: dict[object, dict[int, list[int]]] = {}
-        first: dict[object, _Conversion] = {}
-        for i, c in conversions:
+        first: dict[object, _Alike] = {}
+        for c in conversions:
             key = (end(c.source), end(c.target))
             first.setdefault(key, c)
-            alike.setdefault(key, {}).setdefault(c.nbytes, []).append(i)
+            own = alike.setdefault(key, {})
+            for nbytes, numbers in c.numbers.items():
+                own.setdefault(nbytes, []).extend(numbers)
         wanted = [
             Wanted(np.array(sorted(alike[key]), dtype=np.float64), c.source, c.target) for key, c in first.items()
         ]

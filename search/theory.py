@@ -34,7 +34,7 @@ from hap.graph import Graph, Value
 from hap.placement import Placement
 from hap.search.classes import Candidates, Classes, NodeClass, _together, _value_classes
 from hap.search.milp import NodePayer, Skeleton
-from hap.search.tables import Coefficients, Prices
+from hap.search.tables import Coefficients, Held, Prices
 
 Clock = Literal["node", "stage", "step"]
 Vector = tuple[float, ...]
@@ -196,7 +196,7 @@ def background_theory(
     classes = skeleton.classes
     assert clock != "stage" or all(len(c.members) == 1 for c in classes.nodes), "stages follow single nodes"
     if not _binds(skeleton, coefficients):
-        coefficients = coefficients._replace(held_bytes=coefficients.held_bytes[:0])
+        coefficients = coefficients._replace(held=Held(coefficients.held_bytes[:0]))
     costs: list[list[Cost]] = [[] for _ in classes.nodes]
     converting: dict[tuple[Value, Placement, Placement, str], Cost] = {}
     for payer in skeleton.payers:

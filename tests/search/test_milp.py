@@ -15,7 +15,7 @@ from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
 from hap.search.classes import find_classes, read_again
 from hap.search.milp import NodePayer, Skeleton, choose, make_skeleton
-from hap.search.tables import Coefficients
+from hap.search.tables import Coefficients, Held
 
 RANKS = 2
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0, 1, 4, 1, "rows"), Shard(1, 1, 4, 1, "columns"))
@@ -52,7 +52,7 @@ class OfSkeleton:
                 else:
                     keys = zip(payer.values, payer.sources, payer.targets, strict=True)
                     together[v] += sum(prices.conversion_s[key] for key in keys)
-        return Coefficients(together, compute, held, prices.capacity_bytes)
+        return Coefficients(together, compute, Held(held), prices.capacity_bytes)
 
 
 def random_graph(rng: random.Random) -> tuple[Graph, dict[str, tuple[Strategy, ...]]]:

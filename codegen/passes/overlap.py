@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from hap.codegen.passes.windows import Window, find_windows, has_product, hides, rearranged, work_of
+from hap.codegen.passes.windows import Window, find_windows, has_product, hides, rearranged, sends, work_of
 from hap.codegen.program import Instruction, Program, Start, Wait
 
 AHEAD = 2
@@ -57,7 +57,9 @@ def _prefetched(part: Sequence[Instruction], ahead: int) -> list[tuple[Window, i
 def _behind(part: Sequence[Instruction], others: Sequence[int], begin: int) -> int:
     """Behind the other collectives, at these places, that come before any product."""
     for position in others:
-        if position >= begin and not has_product(part[begin:position]):
+        if position >= begin:
+            if has_product(part[begin:position]):
+                break
             begin = position + 1
     return begin
 
@@ -77,8 +79,7 @@ def _started(
     waits: dict[int, list[Instruction]] = {}
     for number, (window, begin) in enumerate(begins):
         meanwhile = part[begin : window.due]
-        others = any(_sends(i) for i in meanwhile if i is not part[window.position])
-        if not hides(meanwhile) and not others:
+        if not hides(meanwhile) and not any(sends(i) for i in meanwhile if i is not part[window.position]):
             continue
         work = work_of(part[window.position])
         assert work is not None
@@ -90,7 +91,3 @@ def _started(
         waits.setdefault(window.due, []).append(Wait(handle, work, module))
     places = sorted({*starts, *waits})
     return rearranged(part, removed, {at: [*waits.get(at, ()), *starts.get(at, ())] for at in places})
-
-
-def _sends(instruction: Instruction) -> bool:
-    return isinstance(instruction, Start) or work_of(instruction) is not None

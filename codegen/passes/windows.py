@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
-from hap.codegen.program import Call, Convert, Instruction, Together
+from hap.codegen.program import Call, Convert, Instruction, Start, Together
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ def work_of(instruction: Instruction) -> Together | None:
 def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
     """Of every collective, in program order. No collective reads what another makes (``lower`` converts originals),
     so all may move at once."""
+    works = [(position, work) for position, i in enumerate(part) if (work := work_of(i)) is not None]
+    if not works:
+        return ()
     made, first_read = _positions(part)
     idle, windows = _idle_from(part), []
-    products = [0, *itertools.accumulate(int(has_product((i,))) for i in part)]  # before each position
-    for position, instruction in enumerate(part):
-        work = work_of(instruction)
-        if work is None:
-            continue
+    products = [0, *itertools.accumulate(map(is_product, part))]  # before each position
+    for position, work in works:
         ready = 1 + max((made.get(name, -1) for name in work.inputs), default=-1)
         reads = [first_read[name] for name in work.outputs if name in first_read]
         due = min(reads, default=len(part))
@@ -78,7 +79,7 @@ def hides(meanwhile: Sequence[Instruction]) -> bool:
     several = 0
     for instruction in meanwhile:
         if isinstance(instruction, Call):
-            op = instruction.op.split(".")[1]
+            op = _name(instruction.op)
             several += op not in _VIEWS
             if op in _PRODUCTS or several == _SEVERAL:
                 return True
@@ -87,14 +88,33 @@ def hides(meanwhile: Sequence[Instruction]) -> bool:
 
 def has_product(meanwhile: Sequence[Instruction]) -> bool:
     """Whether one of these instructions is a product, which takes longer than all that is small."""
-    return any(isinstance(i, Call) and i.op.split(".")[1] in _PRODUCTS for i in meanwhile)
+    return any(map(is_product, meanwhile))
 
 
-_PRODUCTS = (
-    *("mm", "addmm", "bmm", "expert_mm", "expert_mm_weight"),
-    *("convolution", "convolution_backward", "attention", "attention_backward"),
+def is_product(instruction: Instruction) -> bool:
+    return isinstance(instruction, Call) and _name(instruction.op) in _PRODUCTS
+
+
+def sends(instruction: Instruction) -> bool:
+    """Whether a collective begins there."""
+    if isinstance(instruction, Convert):
+        return instruction.kind != "slice"
+    return isinstance(instruction, (Start, Together))
+
+
+@cache
+def _name(op: str) -> str:
+    """Without the namespace and the overload."""
+    return op.split(".")[1]
+
+
+_PRODUCTS = frozenset(
+    {"mm", "addmm", "bmm", "expert_mm", "expert_mm_weight"}
+    | {"convolution", "convolution_backward", "attention", "attention_backward"}
 )
-_VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split", "detach")
+_VIEWS = frozenset(
+    {"view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "split", "detach"}
+)
 _SEVERAL = 4
 
 

@@ -82,10 +82,7 @@ def find_needs(
     seen: set[tuple[Value, Placement, Phase]] = set()
     needs: list[Need] = []
 
-    def need(value: Value, target: Placement, phase: Phase, before: str) -> None:
-        source = strategies[value.node].outputs[value.index]
-        if source is target or source == target:
-            return
+    def need(value: Value, source: Placement | None, target: Placement, phase: Phase, before: str) -> None:
         assert source is not None, f"{value} has no placement"
         twice = regather and graph.by_name[value.node].op == "parameter" and value.node not in kept
         if (value, target, phase) in seen or (not twice and (value, target, "forward") in seen):
@@ -93,13 +90,19 @@ def find_needs(
         seen.add((value, target, phase))
         needs.append(Need(value, source, target, phase, before))
 
+    def reads(call: Node, phase: Phase) -> None:
+        for value, target in zip(call.inputs, strategies[call.name].inputs, strict=True):
+            source = strategies[value.node].outputs[value.index]
+            if source is not target and source != target:
+                need(value, source, target, phase, call.name)
+
     for node in graph.nodes:
-        calls: list[tuple[Node, Phase]] = [(call, "backward") for call in again.get(node.name, ())]
-        for call, phase in (*calls, (node, node.phase)):
-            for value, target in zip(call.inputs, strategies[call.name].inputs, strict=True):
-                need(value, target, phase, call.name)
+        for call in again.get(node.name, ()):
+            reads(call, "backward")
+        reads(node, node.phase)
     for value, target in required_results(graph, strategies):
-        need(value, target, graph.by_name[value.node].phase, "")
+        if (source := strategies[value.node].outputs[value.index]) != target:
+            need(value, source, target, graph.by_name[value.node].phase, "")
     return tuple(needs)
 
 

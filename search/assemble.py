@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ ASSUMPTIONS = (
 
 def used_groups(strategies: Iterable[Strategy]) -> tuple[str, ...]:
     """The groups that some chosen placement shards, in order of first appearance."""
-    return tuple(dict.fromkeys(group for s in strategies for group in s.groups))
+    return tuple(dict.fromkeys(chain.from_iterable(map(attrgetter("groups"), strategies))))
 
 
 def assemble_plan(

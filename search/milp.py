@@ -42,6 +42,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from ortools.math_opt import model_pb2, solution_pb2
 
 from hap.fabric import Array
@@ -147,6 +148,12 @@ class Skeleton:
         proto.linear_constraints.upper_bounds.extend([ub for _, ub in self.row_bounds])
         fill_matrix(proto, self.entries, np.zeros((0, width)), rows)
         return proto
+
+    @cached_property
+    def options(self) -> NDArray[np.int64]:
+        """(classes, most options): the variables of every class, the last one again where there are no more."""
+        widest = max(map(len, self.x))
+        return np.array([terms + terms[-1:] * (widest - len(terms)) for terms in self.x])
 
     @cached_property
     def decisions(self) -> list[Decision]:
@@ -276,10 +283,11 @@ def choose(
         solved = _solved(skeleton, proto, _stakes(rows, most), start, gap, nodes, below, check)
         if solved is None:
             return None
-        if limited or _fits(found, solved.values[:-1]):
-            held = found.held.at(solved.values[:-1])
-            fullness = float((held / found.capacity_bytes).max()) if limited else 1.0
+        if limited:
+            fullness = float((found.held.at(solved.values[:-1]) / found.capacity_bytes).max())
             return _choice(skeleton, solved, len(proto.linear_constraints.ids), fullness)
+        if _fits(found, solved.values[:-1]):
+            return _choice(skeleton, solved, len(proto.linear_constraints.ids))
     raise AssertionError("what is limited is taken as it is")
 
 
@@ -316,7 +324,7 @@ def _stakes(rows: Array, most: Array) -> Array:
 
 def _choice(skeleton: Skeleton, solved: Solution, rows: int, fullness: float = 1.0) -> Choice:
     return Choice(
-        picks=tuple(_largest(solved.values[terms].tolist()) for terms in skeleton.x),
+        picks=tuple(solved.values[skeleton.options].argmax(axis=1).tolist()),
         objective_s=solved.objective / MS,
         bound_s=solved.bound / MS,
         variables=len(skeleton.names) + 1,
@@ -329,8 +337,7 @@ def _choice(skeleton: Skeleton, solved: Solution, rows: int, fullness: float = 1
 def _upper(skeleton: Skeleton, forced: Mapping[int, Sequence[int]]) -> Array:
     """Upper bounds of all variables (V + 1,), the last of ``T``."""
     upper = np.append(np.ones(len(skeleton.names)), np.inf)
-    for a, options in forced.items():
-        upper[skeleton.x[a]] = [1.0 if i in options else 0.0 for i in range(len(skeleton.x[a]))]
+    upper[[v for a, options in forced.items() for i, v in enumerate(skeleton.x[a]) if i not in options]] = 0.0
     return upper
 
 
@@ -379,8 +386,3 @@ def _grouped(placements: Sequence[Placement], terms: Terms) -> dict[Placement, T
     for placement, term in zip(placements, terms, strict=True):
         found.setdefault(placement, []).append(term)
     return found
-
-
-def _largest(values: Sequence[float]) -> int:
-    """The index of the largest value, the first of equals."""
-    return max(range(len(values)), key=lambda i: values[i])

@@ -200,6 +200,7 @@ class Wires:
     _others: dict[tuple[tuple[int, ...], bool], Wires] = field(default_factory=dict, repr=False)
     _best: dict[object, Array] = field(default_factory=dict, repr=False)
     _cuts: dict[int, tuple[Array, Array]] = field(default_factory=dict, repr=False)
+    _cheapest: dict[int, Array | None] = field(default_factory=dict, repr=False)
 
     def of(self, cluster: Cluster, *, plain: bool) -> Wires:
         """Those of this cluster, or of one that it is folded to; the same every time."""
@@ -288,6 +289,11 @@ class Wires:
         """Shares (N,) at which gathering and reduce-scattering a value of ``nbytes`` together takes least: who stores
         what all need. None for a single rank. Of the best shares for each way to do either, those that do both best. A
         ring is shortest where few own all, so alike ranks may differ, if there are no more than ``MOST_APART``."""
+        if nbytes not in self._cheapest:
+            self._cheapest[nbytes] = self._find_cheapest(nbytes)
+        return self._cheapest[nbytes]
+
+    def _find_cheapest(self, nbytes: int) -> Array | None:
         n = self.cluster.world_size
         if n == 1:
             return None

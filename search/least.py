@@ -35,15 +35,18 @@ class Least:
 
     facts: Facts
     _curves: dict[Collective, list[float]] = field(default_factory=dict)
+    _known: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _measured: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _weights: dict[tuple[Collective, str], list[Array]] = field(default_factory=dict)
 
     def seconds(self, kind: Collective, nbytes: int) -> float:
         if isinstance(self.facts.cluster, CalibratedCluster):
             return self._as_measured(kind, nbytes)
-        if kind not in self._curves:
-            self._curves[kind] = self._curve(kind)
-        return float(np.interp(nbytes, GRID, self._curves[kind]))
+        if (kind, nbytes) not in self._known:
+            if kind not in self._curves:
+                self._curves[kind] = self._curve(kind)
+            self._known[kind, nbytes] = float(np.interp(nbytes, GRID, self._curves[kind]))
+        return self._known[kind, nbytes]
 
     def _as_measured(self, kind: Collective, nbytes: int) -> float:
         """At just this size, as what was measured of a collective may bend anywhere; with weights found once."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from ortools.math_opt import parameters_pb2, solution_pb2
@@ -106,6 +106,7 @@ class _Doubled:
     candidates: Mapping[str, tuple[Strategy, ...]]
     where: Mapping[str, tuple[tuple[int, str], ...]]
     colours: tuple[Mapping[str, int], ...]
+    found: dict[str, object] = field(default_factory=dict)  # of these candidates, on any cluster
 
     @classmethod
     def of(cls, facts: Facts) -> _Doubled:
@@ -159,7 +160,7 @@ class _Program(Relaxation):
         self.hosts, self.bytes_per_s = hosts, bytes_per_s
         doubled = _Doubled.of(facts)
         self.where = doubled.where
-        other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found={}, here={})
+        other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here={})
         other.__dict__["colours"] = doubled.colours
         super().__init__(other, weighted_bound(facts)[1], crowded=False, radius=RADIUS)
         on_host = Counter(d.host for d in facts.cluster.devices)
@@ -223,8 +224,8 @@ class _Program(Relaxation):
             if where != ANYWHERE:
                 assert parts.group is not None
                 groups.setdefault(parts.group, [(slowest, 1.0)]).append((variable, -busiest_ms))
-        for label, terms in {"mean": mean, "path": path, **groups}.items():
-            self._row(f"busiest[{label}]", 0.0, np.inf, terms)
+        for terms in (mean, path, *groups.values()):
+            self._row("busiest", 0.0, np.inf, terms)
 
     def _busiest_s(self, parts: Parts, where: str) -> float:
         """What a call takes on the busiest rank of the host with most of its group, of whatever kind that is."""

@@ -42,6 +42,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -133,11 +134,12 @@ class Relaxation:
         self._parts = parts_of_calls(facts.graph)
         self._known: dict[Line, float] = {}
         self.cost: list[float] = []
-        self.names: list[str] = []
+        self.names: list[str] = []  # of the kinds of variables, as in the module docstring
         self.row_names: list[str] = []
         self.row_bounds: list[tuple[float, float]] = []
         self.entries: list[tuple[int, int, float]] = []
         rounds = facts.colours[: radius + 1]
+        self.rounds = len(rounds)
         self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
         self.kept: list[tuple[int, float]] = []  # copies that both passes read
         self.most_kept = 0  # bytes, if all of them are made
@@ -156,9 +158,9 @@ class Relaxation:
         self.first = {a: names[0] for a, names in members.items()}
         for a, (name, *_) in members.items():
             costs = [self.node_s(name, i) for i in range(len(self.facts.candidates[name]))]
-            self.x[a] = [self._variable(f"x[{name},{i}]", self.count[a] * c) for i, c in enumerate(costs)]
+            self.x[a] = [self._variable("x", self.count[a] * c) for c in costs]
             self.options += [(v, self.count[a], name, i) for i, v in enumerate(self.x[a])]
-            self._row(f"one[{name}]", 1.0, 1.0, [(v, 1.0) for v in self.x[a]])
+            self._row("one", 1.0, 1.0, [(v, 1.0) for v in self.x[a]])
 
     def node_s(self, name: str, option: int) -> float:
         """What a node takes at least under one of its strategies, whatever the shares."""
@@ -171,15 +173,22 @@ class Relaxation:
         """Flows and conversions of every class of values."""
         # variable, flows of one conversion, bytes, from, to
         self.conversions: list[tuple[int, int, int, Placement, Placement]] = []
-        reads = find_reads(self.facts.graph, self.facts.candidates)
-        classes: dict[object, list[Value]] = {}
-        for value, users in reads.items():
-            who = who_reads(self.facts.graph, users, self.of_reader)
-            classes.setdefault((self.of_value[value.node], users[0].index, who), []).append(value)
-        for values in classes.values():
-            self._value(f"{values[0]}", [reads[v] for v in values])
+        for reads in self._reads():
+            self._value(reads)
 
-    def _value(self, label: str, reads: Sequence[Sequence[Read]]) -> None:
+    def _reads(self) -> Sequence[Sequence[Sequence[Read]]]:
+        """The reads of the values of every class; on every cluster the same."""
+        key = f"reads by values of {self.rounds} rounds"
+        if key not in self.facts.found:
+            reads = find_reads(self.facts.graph, self.facts.candidates)
+            classes: dict[object, list[Sequence[Read]]] = {}
+            for value, users in reads.items():
+                who = who_reads(self.facts.graph, users, self.of_reader)
+                classes.setdefault((self.of_value[value.node], users[0].index, who), []).append(users)
+            self.facts.found[key] = tuple(classes.values())
+        return cast(Sequence[Sequence[Sequence[Read]]], self.facts.found[key])
+
+    def _value(self, reads: Sequence[Sequence[Read]]) -> None:
         supply: dict[int, list[tuple[int, float]]] = {}  # placement number -> terms
         first, index = reads[0][0].value, reads[0][0].index
         numbers = _numbered([s.outputs[index] for s in self.facts.candidates[first.node]])
@@ -195,22 +204,21 @@ class Relaxation:
         produced = [s.outputs[index] for s in self.facts.candidates[first.node]]
         users_of: dict[tuple[int, Placement], list[tuple[int, int]]] = {}
         reads_of: dict[tuple[int, Placement], dict[str, list[tuple[int, int]]]] = {}
-        for k, same in enumerate(slots.values()):
+        for same in slots.values():
             each = len(same) // len(reads)
             assert each * len(reads) == len(same), "a colour says how often a value is read"
             wants = next(r for r in reads[0] if r.number == same[0].number).wants
-            flows = self._transport(f"{label},{k}", supply, produced, same, wants, each)
+            flows = self._transport(supply, produced, same, wants, each)
             for (p, q), flow in flows.items():
                 users_of.setdefault((p, q), []).append((flow, each))
                 reads_of.setdefault((p, q), {}).setdefault(self._part(same), []).append((flow, each))
         once = min(self.facts.batches.part(r[0].value) for r in reads)
-        self._converted(label, first, produced, users_of, once)
+        self._converted(first, produced, users_of, once)
         if self.crowded and all(r[0].value.node in self._stored for r in reads):
-            self._copies(label, first, produced, reads_of, supply, len(reads))
+            self._copies(first, produced, reads_of, supply, len(reads))
 
     def _transport(
         self,
-        label: str,
         supply: Mapping[int, list[tuple[int, float]]],
         produced: Sequence[Placement | None],
         same: Sequence[Read],
@@ -228,13 +236,16 @@ class Relaxation:
             for j, variable in enumerate(self.x[a] if a is not None else [self._always()]):
                 demand.setdefault(numbers[j], []).append((variable, float(times)))
         pairs = [(p, q) for p in supply for q in demand if self.is_converted(produced[p], wants[q])]
-        flows = {pair: self._variable(f"F[{label},{pair[0]}>{pair[1]}]", 0.0) for pair in pairs}
+        flows: dict[tuple[int, int], int] = {}
+        out, came = ({number: list[tuple[int, float]]() for number in ends} for ends in (supply, demand))
+        for p, q in pairs:
+            flows[p, q] = flow = self._variable("F", 0.0)
+            out[p].append((flow, -1.0))
+            came[q].append((flow, -1.0))
         for p, terms in supply.items():
-            out = [(f, -1.0) for pair, f in flows.items() if pair[0] == p]
-            self._row(f"produced[{label},{p}]", 0.0, 0.0, [*((v, each * k) for v, k in terms), *out])
+            self._row("produced", 0.0, 0.0, [*((v, each * k) for v, k in terms), *out[p]])
         for q, terms in demand.items():
-            came = [(f, -1.0) for pair, f in flows.items() if pair[1] == q]
-            self._row(f"wanted[{label},{q}]", 0.0, 0.0, [*terms, *came])
+            self._row("wanted", 0.0, 0.0, [*terms, *came[q]])
         return {(p, wants[q]): f for (p, q), f in flows.items() if produced[p] != wants[q]}
 
     def is_converted(self, source: Placement | None, target: Placement) -> bool:
@@ -243,7 +254,6 @@ class Relaxation:
 
     def _converted(
         self,
-        label: str,
         value: Value,
         produced: Sequence[Placement | None],
         users_of: Mapping[tuple[int, Placement], Sequence[tuple[int, int]]],
@@ -260,11 +270,10 @@ class Relaxation:
                 self.cost[flow] += seconds * MS / each
                 self.conversions.append((flow, each, nbytes, source, target))
                 continue
-            converted = self._variable(f"C[{label},{source}>{target}]", seconds)
+            converted = self._variable("C", seconds)
             self.conversions.append((converted, 1, nbytes, source, target))
-            for number, (flow, each) in enumerate(users):
-                name = f"shared[{label},{source}>{target},{number}]"
-                self._row(name, 0.0, np.inf, [(converted, each), (flow, -1.0)])
+            for flow, each in users:
+                self._row("shared", 0.0, np.inf, [(converted, each), (flow, -1.0)])
 
     @cached_property
     def _stored(self) -> frozenset[str]:
@@ -282,7 +291,6 @@ class Relaxation:
 
     def _copies(
         self,
-        label: str,
         value: Value,
         produced: Sequence[Placement | None],
         reads_of: Mapping[tuple[int, Placement], Mapping[str, Sequence[tuple[int, int]]]],
@@ -299,17 +307,17 @@ class Relaxation:
             pairs = list(itertools.product(by_part.get("forward", ()), by_part.get("backward", ())))
             if not pairs:
                 continue
-            copy, both = self._variable(f"K[{label},{source}]", 0.0), list[tuple[int, float]]()
+            copy, both = self._variable("K", 0.0), list[tuple[int, float]]()
             self.kept.append((copy, everywhere * GB))
             self.most_kept += everywhere * many
             if self.facts.graph.by_name[value.node].op == "parameter":
-                again = self._variable(f"A[{label},{source}]", self.conversion_s(nbytes, source, target))
+                again = self._variable("A", self.conversion_s(nbytes, source, target))
                 self.conversions.append((again, 1, nbytes, source, target))
                 both.append((again, 1.0))
-            for number, ((f, times), (b, more)) in enumerate(pairs):
+            for (f, times), (b, more) in pairs:
                 without = [(v, k) for v, k in supply[p]]
                 flows = [(copy, 1.0), *both, (f, -1.0 / times), (b, -1.0 / more)]
-                self._row(f"kept[{label},{source},{number}]", 0.0, np.inf, [*flows, *without])
+                self._row("kept", 0.0, np.inf, [*flows, *without])
 
     def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
         """What a conversion takes at least, whatever the shares."""
@@ -353,7 +361,7 @@ class Relaxation:
             return  # whatever is chosen, it fits
         for a, held in saved.items():
             least = min(self.node_s(self.first[a], i) for i in range(len(self.x[a])))
-            again = self._variable(f"Z[{self.first[a]}]", self.count[a] * least)
+            again = self._variable("Z", self.count[a] * least)
             self.upper[again] = 1.0
             between.append((again, -self.count[a] * held * GB))
         self._row("between", -np.inf, left * GB, between)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -45,10 +45,14 @@ class Chooser:
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)
-        nodes, variables = len(self.problem.choices.graph.nodes), self.problem.variables
-        is_small = nodes <= FEW_NODES and variables <= FEW_VARIABLES
-        self.dear = np.inf if is_small else DEAR  # times ``least_s``: choices that fit and cost more are none
         self.least_s = np.inf  # of all choices so far with memory without end, with nothing forced
+
+    @cached_property
+    def dear(self) -> float:
+        """Times ``least_s``: choices that fit and cost more are none. Asked for when something does not fit: the
+        program is written out then, if not before."""
+        is_small = len(self.problem.choices.graph.nodes) <= FEW_NODES and self.problem.variables <= FEW_VARIABLES
+        return np.inf if is_small else DEAR
 
     def strategies(
         self,

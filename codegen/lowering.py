@@ -32,6 +32,7 @@ from hap.placement import REPLICATE, Partial, Placement, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import Arguments, localize
 
+_Made = tuple[tuple[Value, TensorMeta] | None, ...]
 RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p", "rank", "saved", "self", "torch", "x")
 _NO_NAME = re.compile("[^A-Za-z0-9]")
 
@@ -48,9 +49,10 @@ def lower(graph: Graph, plan: Plan) -> Program:
 @dataclass
 class Drafts:
     """What all drafts of one graph have in common. ``calls``: by their node and the names of what they make and read.
-    ``order``: of the program. ``names``: of the graph's values."""
+    ``made``: of nodes, what of it is needed. ``order``: of the program. ``names``: of the graph's values."""
 
     calls: dict[object, Call] = field(default_factory=dict)
+    made: dict[str, _Made] = field(default_factory=dict)
     order: Parts | None = None
     names: _Names | None = None
 
@@ -230,12 +232,11 @@ class _Lowering:
         reads = zip(node.inputs, strategy.inputs, strict=True)
         names = tuple([self._read(value, placement, part, node.module) for value, placement in reads])
         outputs: list[str | None] = []
-        for index, meta in enumerate(node.outputs):
-            value = Value(node.name, index)
-            if meta is None or (value not in self.graph.users and value not in self.required):
+        for index, made in enumerate(self._made(node)):
+            if made is None:
                 outputs.append(None)
                 continue
-            name = self._define(value, _placed(strategy, index), meta)
+            name = self._define(made[0], _placed(strategy, index), made[1])
             self.made_in[name] = part
             outputs.append(name)
         key = (node.name, tuple(outputs), names)
@@ -253,6 +254,19 @@ class _Lowering:
                 for placement in self.required.get(Value(node.name, index), ()):
                     self._read(Value(node.name, index), placement, part, node.module)
 
+    def _made(self, node: Node) -> _Made:
+        """Of every output what somebody needs, if somebody does; of drafts of one graph the same."""
+        known = {} if self.drafted is None else self.drafted.made
+        if node.name not in known:
+            values = ((Value(node.name, index), meta) for index, meta in enumerate(node.outputs))
+            known[node.name] = tuple(
+                None
+                if meta is None or (value not in self.graph.users and value not in self.required)
+                else (value, meta)
+                for value, meta in values
+            )
+        return known[node.name]
+
     def _arguments(self, node: Node) -> Arguments:
         """PlanError unless the node's strategy is sound, if that is asked."""
         return (
@@ -263,7 +277,8 @@ class _Lowering:
         """The name under which ``part`` finds ``value`` in ``target``, converted for ``module`` if it must be."""
         source = self.strategies[value.node].outputs[value.index]
         if source is target or source == target:
-            return self._cross(self.names.of(value), part)
+            name = self.names.given[value]
+            return name if part == "forward" else self._cross(name, part)
         phases: tuple[Phase, ...] = ("forward",) if part == "forward" else ("backward", "forward")
         key = next((value, target, phase) for phase in phases if (value, target, phase) in self.ways)
         if key not in self.converted:

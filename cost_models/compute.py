@@ -302,12 +302,14 @@ class ComputeTable:
         """``seconds`` of so many calls (C, N) by shares (C, N)."""
         if self.is_measured:
             return np.array([self.seconds(parts, row) for parts, row in zip(calls, shares, strict=True)])
-        rates = [self.rates(parts.op_class, parts.dtype) for parts in calls]
+        kinds: dict[tuple[OpClass, torch.dtype], int] = {}
+        rows = [kinds.setdefault((parts.op_class, parts.dtype), len(kinds)) for parts in calls]
+        rates = [self.rates(*kind) for kind in kinds]
         flops, shared_flops, nbytes, shared_bytes = np.array(
             [(p.fixed_flops, p.shared_flops, p.fixed_bytes, p.shared_bytes) for p in calls], dtype=np.float64
         ).T[:, :, None]
-        arithmetic = (flops + shares * shared_flops) / np.array([flops_per_s for flops_per_s, _ in rates])
-        traffic = (nbytes + shares * shared_bytes) / np.array([bytes_per_s for _, bytes_per_s in rates])
+        arithmetic = (flops + shares * shared_flops) / np.array([flops_per_s for flops_per_s, _ in rates])[rows]
+        traffic = (nbytes + shares * shared_bytes) / np.array([bytes_per_s for _, bytes_per_s in rates])[rows]
         seconds: Array = self.launch_s + np.maximum(arithmetic, traffic)
         idle = np.array([p.idle_when_empty for p in calls])[:, None] & (shares <= 0)
         nothing = np.array([p.op_class == "view" for p in calls])[:, None] | idle

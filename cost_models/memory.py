@@ -177,6 +177,7 @@ class Walk:
         self.local: dict[tuple[Value, Placement], _Storage] = {}  # what earlier batches left for exchanges
         self.number = {(n.value, n.target, n.phase): i for i, n in enumerate(needs)}
         self.pieces: dict[tuple[int, Placement], int] = {}  # bytes of the whole and how it lies -> row
+        self._rows: dict[tuple[int, int], int] = {}  # the same by the placement's id
         self.storages: list[_Storage] = []
         self.stagings: list[tuple[int, int, int]] = []  # moment, number of the conversion, of what it packs
         self.packed: dict[_Staging, int] = {}
@@ -217,8 +218,10 @@ class Walk:
             self.summed[node.name] = read[0]
         shares = step.is_view and not (step.is_copying and strategy.inputs[0] == made[node.inputs[0]])
         kind = "parameters" if node.is_source else "activations"
-        ends = zip(node.inputs, strategy.inputs, strict=True) if self.batches.once else ()
-        is_late = any(value in self.exchanged or self._is_exchanged(value, target) for value, target in ends)
+        is_late = bool(self.batches.once) and any(
+            value in self.exchanged or self._is_exchanged(value, target)
+            for value, target in zip(node.inputs, strategy.inputs, strict=True)
+        )
         for i, value, nbytes in step.makes:
             placement = strategy.outputs[i]
             if placement is None:
@@ -231,7 +234,9 @@ class Walk:
             of[value] = read[0] if shares else self._allocate(kind, nbytes, placement)
 
     def _allocate(self, kind: str, nbytes: int, placement: Placement, times: int = 1) -> _Storage:
-        piece = self.pieces.setdefault((nbytes, placement), len(self.pieces))
+        key = (nbytes, id(placement))  # to hash a placement takes longer; they are kept by the strategies and needs
+        if (piece := self._rows.get(key)) is None:
+            piece = self._rows[key] = self.pieces.setdefault((nbytes, placement), len(self.pieces))
         storage = _Storage(kind, piece, times, self.end, self.end)
         self.storages.append(storage)
         return storage

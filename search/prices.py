@@ -253,6 +253,11 @@ class Facts:
                     found[node.name] = min(times)
         return found
 
+    @cached_property
+    def allocated(self) -> tuple[tuple[str, int, int, Array], ...]:
+        """``allocations`` of all nodes, with their names."""
+        return tuple((n.name, *held) for n in self.graph.nodes for held in self.allocations(n.name))
+
     def left(self, value: Value, source: Placement, target: Placement) -> Array:
         """The moments at which there is what earlier batches left of a value for one exchange in its placement."""
         is_left = value in self.batches.once and collective_kind(source, target) != "slice"

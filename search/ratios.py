@@ -95,7 +95,7 @@ class _Program:
         self.entries: list[tuple[int, int, float]] = []
         self.tops: dict[bytes, int] = {}
         self._forms: dict[tuple[str, str, int], Form] = {}
-        self._wires: dict[object, list[Array | None]] = {}
+        self._wires: dict[object, list[int]] = {}  # conversion -> the variables above its stages
         self._shares()
         self._stages()
         self._memory()
@@ -205,11 +205,13 @@ class _Program:
         """One variable per stage of the collective, above each of its rows. Its constant does not matter."""
         need = cost.need
         key = (need.collective, cost.decomposition, cost.nbytes, need.source, need.target)
-        if key not in self._wires:
-            self._wires[key] = [self._wire(rows, need) for rows in self._form(cost).stages]
-        for rows in self._wires[key]:
-            if rows is not None:
-                self._above("wire", rows, self.facts.batches.part(need.value))
+        weight = self.facts.batches.part(need.value)
+        if key in self._wires:
+            for top in self._wires[key]:
+                self.cost[top] += weight
+        else:
+            tables = [self._wire(rows, need) for rows in self._form(cost).stages]
+            self._wires[key] = [self._above("wire", rows, weight) for rows in tables if rows is not None]
 
     def _wire(self, rows: Rows, need: Need) -> Array | None:
         """(K, shares + 1) in ms, the constant last; None where nothing is shared."""
@@ -234,16 +236,17 @@ class _Program:
             self._forms[key] = self.wires.form(*key, need.source, need.target, self.sizes)
         return self._forms[key]
 
-    def _above(self, label: str, table: Array, weight: float = 1.0) -> None:
+    def _above(self, label: str, table: Array, weight: float = 1.0) -> int:
         """A minimised variable above every row (K, shares + 1). Equal ones are one variable that counts more."""
         key = np.round(table, 9).tobytes()
         if key in self.tops:
             self.cost[self.tops[key]] += weight
-            return
+            return self.tops[key]
         top = self.tops[key] = self._variable(f"{label}[{len(self.tops)}]", cost=weight)
-        for j, row in enumerate(table):
-            terms = [(int(v), -float(row[v])) for v in np.flatnonzero(np.abs(row[:-1]) >= SMALLEST)]
-            self._row(f"{label}[{len(self.tops) - 1},{j}]", float(row[-1]), np.inf, [(top, 1.0), *terms])
+        for j, row in enumerate(table.tolist()):
+            terms = [(v, -share) for v, share in enumerate(row[:-1]) if abs(share) >= SMALLEST]
+            self._row(f"{label}[{len(self.tops) - 1},{j}]", row[-1], np.inf, [(top, 1.0), *terms])
+        return top
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -257,9 +260,8 @@ class _Program:
             elif placement is not None:
                 everywhere.append((nbytes, moments))
 
-        for name, strategy in self.strategies.items():
-            for output, nbytes, moments in self.facts.allocations(name):
-                hold(strategy.outputs[output], nbytes, moments)
+        for name, output, nbytes, moments in self.facts.allocated:
+            hold(self.strategies[name].outputs[output], nbytes, moments)
         for cost in self.evaluation.conversions:
             if cost.need.value not in self.facts.homes:
                 again = self.regather and self.facts.graph.by_name[cost.need.value.node].op == "parameter"

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from hap.search.tables import Coefficients
 
 MS, GB = 1e3, 1e-9  # seconds -> milliseconds, bytes -> gigabytes
+MARGIN = 1e-5  # of memory
 SMALLEST = 1e-9  # a coefficient below this is nothing in ms or GB, and HiGHS would drop it
 
 Terms = list[int]  # the sum of these variables
@@ -113,7 +114,7 @@ class Skeleton:
 
     classes: Classes
     regather: tuple[bool, ...]  # value class -> converted once per phase
-    names: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)  # of the kinds of variables, as in the module docstring
     integers: list[bool] = field(default_factory=list)
     row_names: list[str] = field(default_factory=list)
     row_bounds: list[tuple[float, float]] = field(default_factory=list)
@@ -162,26 +163,24 @@ class Skeleton:
 
     def _decisions(self) -> None:
         for a, node_class in enumerate(self.classes.nodes):
-            name = node_class.members[0]
-            terms = [self._unit(f"x[{name},{i}]", integer=True) for i in range(node_class.options)]
+            terms = [self._unit("x", integer=True) for _ in range(node_class.options)]
             self.x.append(terms)
-            self._row(f"one[{name}]", 1.0, 1.0, terms)
+            self._row("one", 1.0, 1.0, terms)
             self.payers += [NodePayer((variable,), a, i) for i, variable in enumerate(terms)]
 
     def _value(self, number: int, v: ValueClass) -> None:
         """Flows of every slot of v, and the conversions that the slots share."""
-        label = f"{v.members[0]}/{number}"
         supply = _grouped(v.produced[0], self.x[v.producer])
         users: dict[tuple[Placement, Placement, str], list[tuple[int, Terms]]] = {}
         for k, slot in enumerate(v.slots):
             reader = [self.always] if slot.reader is None else self.x[slot.reader]
             demand = _grouped(v.needed[0][k], reader)
             pairs = [(p, q) for p in supply for q in demand if p == q or not isinstance(q, Partial)]
-            for (p, q), terms in self._transport(f"{label},{k}", supply, demand, pairs).items():
+            for (p, q), terms in self._transport(supply, demand, pairs).items():
                 if p != q:
                     users.setdefault((p, q, self._copy(number, slot)), []).append((k, terms))
         for (p, q, copy), flows in users.items():
-            terms = self._converted(f"{label},{p}>{q}{copy}", [terms for _, terms in flows])
+            terms = self._converted([terms for _, terms in flows])
             i, k = v.produced[0].index(p), flows[0][0]
             j = v.needed[0][k].index(q)
             sources, targets = tuple(m[i] for m in v.produced), tuple(m[k][j] for m in v.needed)
@@ -193,7 +192,6 @@ class Skeleton:
 
     def _transport(
         self,
-        label: str,
         supply: Mapping[Placement, Terms],
         demand: Mapping[Placement, Terms],
         pairs: Sequence[tuple[Placement, Placement]],
@@ -202,25 +200,30 @@ class Skeleton:
         if len(supply) == 1 or len(demand) == 1:
             for q in demand:
                 if not any(target == q for _, target in pairs):
-                    self._row(f"wanted[{label},{q}]", 0.0, 0.0, demand[q])
+                    self._row("wanted", 0.0, 0.0, demand[q])
             for p in supply:
                 if not any(source == p for source, _ in pairs):
-                    self._row(f"produced[{label},{p}]", 0.0, 0.0, supply[p])
+                    self._row("produced", 0.0, 0.0, supply[p])
             return {(p, q): demand[q] if len(supply) == 1 else supply[p] for p, q in pairs}
-        flows = {(p, q): self._unit(f"f[{label},{p}>{q}]") for p, q in pairs}
+        out, into = {p: Terms() for p in supply}, {q: Terms() for q in demand}
+        flows: dict[tuple[Placement, Placement], Terms] = {}
+        for p, q in pairs:
+            flows[p, q] = flow = [self._unit("f")]
+            out[p] += flow
+            into[q] += flow
         for p, terms in supply.items():
-            self._row(f"produced[{label},{p}]", 0.0, 0.0, terms, [f for (s, _), f in flows.items() if s == p])
+            self._row("produced", 0.0, 0.0, terms, out[p])
         for q, terms in demand.items():
-            self._row(f"wanted[{label},{q}]", 0.0, 0.0, terms, [f for (_, t), f in flows.items() if t == q])
-        return {pair: [f] for pair, f in flows.items()}
+            self._row("wanted", 0.0, 0.0, terms, into[q])
+        return flows
 
-    def _converted(self, label: str, users: Sequence[Terms]) -> Terms:
+    def _converted(self, users: Sequence[Terms]) -> Terms:
         """One conversion for all its users: the flow itself if there is one user, else a variable above each."""
         if len(users) == 1:
             return users[0]
-        converted = [self._unit(f"c[{label}]")]
-        for number, flow in enumerate(users):
-            self._row(f"shared[{label},{number}]", 0.0, 1.0, converted, flow)
+        converted = [self._unit("c")]
+        for flow in users:
+            self._row("shared", 0.0, 1.0, converted, flow)
         return converted
 
     def _together(self) -> None:
@@ -228,7 +231,7 @@ class Skeleton:
         for (first, options), *rest in self.classes.together:
             for other, others in rest:
                 left, right = [self.x[first][i] for i in options], [self.x[other][i] for i in others]
-                self._row(f"together[{first},{other}]", 0.0, 0.0, left, right)
+                self._row("together", 0.0, 0.0, left, right)
 
     def _unit(self, name: str, *, integer: bool = False) -> int:
         self.names.append(name)
@@ -275,6 +278,8 @@ def choose(
     if unlimited is not None and _fits(found, unlimited.values[:-1]):
         return _choice(skeleton, unlimited, len(skeleton.row_names))
     for limited in (False, True) if unlimited is None else (True,):
+        if limited and _is_too_much(skeleton, found, upper):
+            return None
         rows, most = _device_rows(found, barriers, limited)
         proto = _priced(skeleton, rows, most, _objective_ms(found, barriers))
         proto.variables.upper_bounds[:] = upper.tolist()
@@ -351,6 +356,16 @@ def _objective_ms(found: Coefficients, barriers: bool) -> Array:
 def _fits(found: Coefficients, values: Array) -> bool:
     """Whether a point of the program without memory rows obeys them."""
     return bool((found.held.at(values) * GB <= found.capacity_bytes * GB + SMALLEST).all())
+
+
+def _is_too_much(skeleton: Skeleton, found: Coefficients, upper: Array) -> bool:
+    """Whether even the options that hold least do not fit, with a margin for what a solver takes for nothing: then it
+    need not be asked. What is converted holds more, never less."""
+    variables = np.concatenate(skeleton.decisions)
+    first = np.cumsum([0, *map(len, skeleton.decisions[:-1])])
+    held = np.where(upper[variables] > 0.0, found.held.of(variables), np.inf)
+    least = np.minimum.reduceat(held, first, axis=2).sum(axis=2)
+    return bool((least > found.capacity_bytes * (1 + MARGIN)).any())
 
 
 def _device_rows(found: Coefficients, barriers: bool, limited: bool) -> tuple[Array, Array]:

@@ -41,18 +41,21 @@ class Held:
     """Bytes (moments, R, V) of every variable; or of every payer, if ``tables`` are theirs, and spread over the
     variables when they are asked for: mostly it is asked about one point, at which few are not 0."""
 
-    of: Array
+    given: Array
     tables: Tables | None = None
 
     @cached_property
     def bytes(self) -> Array:
-        return self.of if self.tables is None else self.tables.of_variables(self.of)
+        return self.given if self.tables is None else self.tables.of_variables(self.given)
+
+    def of(self, variables: NDArray[np.int64]) -> Array:
+        """(moments, R, variables): of some."""
+        return self.given[:, :, variables] if self.tables is None else self.tables.of_some(self.given, variables)
 
     def at(self, values: Array) -> Array:
         """(moments, R) at a point (V,). No product of whole matrices, which would wake all cores."""
         used = np.flatnonzero(values)
-        own = self.of[:, :, used] if self.tables is None else self.tables.of_some(self.of, used)
-        held: Array = (own * values[used]).sum(axis=2)
+        held: Array = (self.of(used) * values[used]).sum(axis=2)
         return held
 
 
@@ -145,7 +148,7 @@ class Tables:
         self._signatures: dict[object, Parts] = {}
         self._summed: dict[object, Array] = {}
         self._copied: dict[object, Array | None] = {}
-        self._names: dict[Placement, Placement] = {}
+        self._names: dict[int, Placement] = {}  # by the placement's id, which the skeleton keeps
         for number, payer in enumerate(self.skeleton.payers):
             if isinstance(payer, NodePayer):
                 for members in self._alike(self.skeleton.classes.nodes[payer.node_class].members):
@@ -227,23 +230,25 @@ class Tables:
         return key
 
     def _named(self, placement: Placement) -> Placement:
-        if placement not in self._names:
-            self._names[placement] = placement
+        named = self._names.get(id(placement))
+        if named is None:
+            named = placement
             if isinstance(placement, Shard) and placement.group in self.same:
-                self._names[placement] = replace(placement, group=self.same[placement.group])
-        return self._names[placement]
+                named = replace(placement, group=self.same[placement.group])
+            self._names[id(placement)] = named
+        return named
 
     def _conversions(self, number: int, payer: ConversionPayer) -> None:
-        facts = self.facts
+        facts, once = self.facts, self.facts.batches.once
         for members in self._alike(range(len(payer.values))):
-            first = members[0]
+            first, values = members[0], [payer.values[m] for m in members]
             value, source, target = payer.values[first], payer.sources[first], payer.targets[first]
             what = _Conversion(facts.graph.meta(value).nbytes, self._named(source), self._named(target))
-            self.conversions.add(number, what, sum(facts.batches.part(payer.values[m]) for m in members))
-            alive = self._copies([payer.values[m] for m in members], payer.copy)
+            self.conversions.add(number, what, sum(map(facts.batches.part, values)) if once else float(len(values)))
+            alive = self._copies(values, payer.copy)
             if alive is not None:
                 self.copies.add(number, (what.target, what.nbytes), alive)
-            if late := [v for m in members if (v := payer.values[m]) in facts.batches.once]:
+            if late := [v for v in values if v in once]:
                 left: Array = np.sum([facts.left(v, source, target)[:, 0] for v in late], axis=0)
                 held = facts.batches.left_bytes(late[0], facts.graph.meta(late[0]))
                 self.copies.add(number, (what.source, held), left)

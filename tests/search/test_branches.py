@@ -9,7 +9,7 @@ from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
 from hap.placement import GroupSizes
 from hap.search import warm
 from hap.search.branches import RELAXED, Branches, Part, Rises
-from hap.search.milp import _device_rows, _objective_ms, _priced, _stakes, choose
+from hap.search.milp import _device_rows, _is_too_much, _objective_ms, _priced, _stakes, choose
 from hap.search.pins import Pins
 from hap.search.problem import Problem
 from hap.search.protos import HIGHS, KeptSolver, Solution, branching, fill_matrix, solve_once
@@ -231,6 +231,26 @@ def test_layers_that_hardly_fit_as_the_other_solver_alone_would_choose(barriers:
         else:
             seen.append(np.inf)
     assert seen == sorted(seen) and len(set(seen)) >= 3 and seen[-1] == np.inf
+
+
+def test_what_holds_too_much_at_its_least_has_no_point() -> None:
+    """From some memory on it is seen without a solver that nothing fits, as the solver says; with one option of every
+    class alone left, what it holds decides."""
+    problem = Problem.state(mlp(64, 64, 3), cluster((3, "1GB"), (2, "1GB"), network="1GB/s"), "adamw", Pins())
+    tables, seen = problem.tables(False), list[bool]()
+    skeleton, everything = tables.skeleton, np.ones(len(tables.skeleton.names) + 1)
+    for room in range(190, 10, -15):
+        prices = Prices(tables, sized(problem), np.full(2, room * 1e3))
+        seen.append(_is_too_much(skeleton, prices.coefficients(), everything))
+        assert not seen[-1] or by_highs(problem, prices, True) is None
+    assert seen == sorted(seen) and set(seen) == {False, True}
+    one, firsts = everything.copy(), np.zeros(len(skeleton.names))
+    for first, *others in skeleton.x:
+        one[others], firsts[first] = 0.0, 1.0
+    held = prices.coefficients().held.at(firsts).max()
+    for part, is_too_much in ((0.99, True), (1.01, False)):
+        found = Prices(tables, sized(problem), np.full(2, part * held)).coefficients()
+        assert _is_too_much(skeleton, found, one) == is_too_much
 
 
 def by_highs(problem: Problem, prices: Prices, barriers: bool) -> float | None:

@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -63,8 +63,7 @@ class RankDevice:
     """A ``device=`` argument that capture dropped: the device of the rank that runs the call."""
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """What a named value is: the graph's value, its global shape and dtype, and how it lies on the ranks."""
 
     value: Value

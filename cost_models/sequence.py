@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +26,7 @@ from hap.placement import GroupSizes, Placement
 from hap.plan import Strategy
 
 
-@dataclass(frozen=True)
-class ConversionCost:
+class ConversionCost(NamedTuple):
     """One conversion as it would be performed. ``nbytes`` is the size of the whole value, ``seconds`` what a batch pays
     (``hap.deferral.Batches``)."""
 

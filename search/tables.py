@@ -98,7 +98,7 @@ class _Entries:
         payer, what = self._where
         weighted = values.T[:, what] * self._table.T[:, None, :]
         places = payer + payers * np.arange(rows)[:, None]
-        total: Array = np.bincount(places.ravel(), weighted.ravel(), rows * payers)
+        total = np.bincount(places.ravel(), weighted.ravel(), rows * payers).astype(np.float64, copy=False)
         return total.reshape(self.width, values.shape[1], payers)
 
     @cached_property

@@ -26,12 +26,12 @@ not: the objective is a lower estimate at these sizes. With ``barriers=True`` ev
 ``T = sum_{a,i} max_r seconds[a,i,r] x[a,i]``: an upper estimate, exact where shares match speeds, and solved several
 times faster, as no dense row is left. ``evaluate`` decides between the two.
 
-Memory is asked about only where the choice without it would not fit. With x integral all f and c are fixed by the rows,
-so only x is declared integer. No conversion makes a ``Partial``: such pairs do not exist. The rows up to "together" do
-not depend on sizes: a ``Skeleton`` is built once and priced often. With ``regather`` a parameter is converted once in
-the forward and once in the backward phase, and has one c for each. This is the transportation form of feasibility.md
-section 5, whose LP relaxation is nearly integral; "a product variable per pair of strategies" and "materialise" are
-far weaker.
+Memory is asked about only where the choice without it would not fit, and a solver only if what every class holds at its
+least would. With x integral all f and c are fixed by the rows, so only x is declared integer. No conversion makes a
+``Partial``: such pairs do not exist. The rows up to "together" do not depend on sizes: a ``Skeleton`` is built once and
+priced often. With ``regather`` a parameter is converted once in the forward and once in the backward phase, and has one
+c for each. This is the transportation form of feasibility.md section 5, whose LP relaxation is nearly integral; "a
+product variable per pair of strategies" and "materialise" are far weaker.
 """
 
 from __future__ import annotations

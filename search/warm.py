@@ -6,6 +6,8 @@ solver (GLOP): the first solution is found from nothing, every later one from th
 sizes and where options are forced. The dual simplex does both, without presolve, which would take longer than most
 solutions and hide the basis: half the seconds of primal steps from the last optimum.
 
+Where only points below some cost are asked for, the dual steps, which raise what is proved, end once that is more.
+
 Where a point is not integral, what is keeps its value and the rest is branched on: a small program, with an optimum U.
 If that costs no more than ``gap`` above the relaxation's L, which is below every choice, it is the optimum to that
 tolerance. Else everything is branched on but what reduced costs rule out. With d >= 0 the reduced cost of a variable

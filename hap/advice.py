@@ -163,15 +163,7 @@ class _Adviser:
         return [self._option(name, "the same", how, plan, count)]
 
     def two_axes(self) -> list[Option]:
-        plan = api.plan_mesh(
-            self.built.model,
-            self.cluster,
-            example_inputs=self.built.example_inputs,
-            example_targets=self.built.example_targets,
-            loss_fn=self.built.loss_fn,
-            optimizer=self.optimizer,
-            effort=self.effort,
-        )
+        plan = api.plan_mesh(self.built.model, self.cluster, **self._given)
         return [self._option("two axes", "the same", "hap plan --mesh hosts", plan)]
 
     def lower_precision(self, dtype: torch.dtype) -> list[Option]:
@@ -200,17 +192,18 @@ class _Adviser:
         able = (dtype for dtype in LOWER if all(str(dtype)[6:] in d.tflops for d in self.cluster.devices))
         return next(able, None)
 
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {
+            "example_inputs": self.built.example_inputs,
+            "example_targets": self.built.example_targets,
+            "loss_fn": self.built.loss_fn,
+            "optimizer": self.optimizer,
+            "effort": self.effort,
+        }
+
     def _plan(self, **more: Any) -> Plan:
-        return api.plan(
-            self.built.model,
-            self.cluster,
-            example_inputs=self.built.example_inputs,
-            example_targets=self.built.example_targets,
-            loss_fn=self.built.loss_fn,
-            optimizer=self.optimizer,
-            effort=self.effort,
-            **more,
-        )
+        return api.plan(self.built.model, self.cluster, **self._given, **more)
 
     def _option(self, name: str, trains: Trains, how: str, plan: Plan | MeshPlan, parts: int = 1) -> Option:
         return Option(name, trains, how, plan.world_size, self._speed(plan, parts))

@@ -45,10 +45,19 @@ class Slow:
     @classmethod
     def of(cls, run: Run) -> Slow:
         change = find_change(run.seconds, CHANGED)
-        worse = change is not None and change.factor > 1
-        window = slice(change.at if change is not None and worse else 0, None)
-        told = [w.waited_for_s for row, w in run.waits.items() if row >= window.start]
-        shared = [seconds for row, seconds in run.shared_s.items() if row >= window.start]
+        worse = change if change is not None and change.factor > 1 else None
+        return cls._over(run, worse, slice(0 if worse is None else worse.at, len(run.steps)))
+
+    @property
+    def before(self) -> Slow:
+        """Over the steps before they became longer; the same if they did not. What was so then is not the reason."""
+        return self if self.change is None else self._over(self.run, None, slice(0, self.change.at))
+
+    @classmethod
+    def _over(cls, run: Run, change: Change | None, window: slice) -> Slow:
+        rows = range(window.start, window.stop)
+        told = [w.waited_for_s for row, w in run.waits.items() if row in rows]
+        shared = [seconds for row, seconds in run.shared_s.items() if row in rows]
         compute, outside = (np.median(table[window], axis=0) for table in (run.compute_s, run.outside_s))
         predicted = np.full(run.world_size, np.nan) if run.plan is None else np.array(run.plan.predicted.compute_s)
         ratios = [
@@ -57,7 +66,7 @@ class Slow:
         ]
         return cls(
             run,
-            change if worse else None,
+            change,
             window,
             float(np.median(run.seconds[window])),
             compute,
@@ -101,8 +110,9 @@ def find_slow(slow: Slow) -> tuple[Finding, ...]:
     everyone = range(slow.run.world_size)
     changed = [f for rank in everyone if (f := _changed(slow, rank))]
     known = {rank for finding in changed for rank in finding.ranks}
-    off = [f for rank in everyone if rank not in known and (f := _off_plan(slow, rank))]
-    found = [*changed, *_by_kind(slow, off)]
+    before = slow.before
+    off = [f for rank in everyone if rank not in known and (f := _off_plan(before, rank))]
+    found = [*changed, *_by_kind(before, off)]
     found.sort(key=lambda f: -(f.lost_s or 0.0))
     return (*found, *_wire(slow))
 

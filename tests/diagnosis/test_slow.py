@@ -115,6 +115,16 @@ def test_a_wire_that_becomes_slower_is_no_ranks_fault() -> None:
     assert found[0].lost_s == pytest.approx(CALLS * 0.02, rel=0.1)
 
 
+def test_ranks_are_put_beside_their_plan_as_they_were_before_steps_became_longer() -> None:
+    compute, outside = steady(UNEQUAL)
+    slow = Slow.of(job(compute, outside, [0.01] * 15 + [0.05] * 15, plan_of(UNEQUAL)))
+    assert (slow.since_step, slow.window.start, slow.before.window) == (16, 12, slice(0, 12))
+    assert slow.step_s - slow.before.step_s == pytest.approx(CALLS * 0.04, rel=0.05)
+    assert slow.before.wire_s == pytest.approx(CALLS * 0.01, rel=0.01)
+    steadily = Slow.of(job(compute, outside))
+    assert steadily.before is steadily
+
+
 def test_slower_than_planned_everywhere_says_measure() -> None:
     run = job(*steady([2 * s for s in UNEQUAL]), plan=plan_of(UNEQUAL, step_s=0.36))
     (found,) = diagnose(run).findings

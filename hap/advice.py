@@ -62,10 +62,11 @@ class Advice:
     @property
     def best(self) -> Option | None:
         """The fastest way to train the same on the same hardware, if it is worth it; None: as it is."""
-        going = [o for o in self.options if o.trains == "the same" and o.samples_per_s is not None]
-        if not going or going[0].name == NOW:
+        best = next((o for o in self.options if o.trains == "the same" and o.samples_per_s is not None), None)
+        if best is None or best.name == NOW:
             return None
-        return going[0] if self.gain(going[0]) is None or (self.gain(going[0]) or 0.0) > WORTH else None
+        gain = self.gain(best)
+        return best if gain is None or gain > WORTH else None
 
     def gain(self, option: Option) -> float | None:
         """Beside now; None where one of the two does not go."""
@@ -88,7 +89,16 @@ class Advice:
         for o in self.options:
             gain = self.gain(o)
             speed = o.why_not if o.samples_per_s is None else quantity(o.samples_per_s)
-            rows.append([o.name, o.trains, str(o.devices), speed, "" if gain is None else f"{gain:+.1%}", o.how])
+            rows.append(
+                [
+                    o.name,
+                    o.trains,
+                    str(o.devices) if o.samples_per_s else "",
+                    speed,
+                    "" if gain is None else f"{gain:+.1%}",
+                    o.how,
+                ]
+            )
         return "\n".join([first, "", *table(rows, right=(2, 3, 4))])
 
 
@@ -106,15 +116,19 @@ def advise(
     """
     adviser = _Adviser(built, cluster, optimizer, effort)
     found: list[Option] = []
-    for name, way in adviser.ways():
+    for name, trains, way in adviser.ways():
         progress(name)
         try:
             found += way()
-        except HapError as e:
-            found.append(Option(name, "the same", "", cluster.world_size, None, " ".join(str(e).split())))
+        except (HapError, _Nothing) as e:
+            found.append(Option(name, trains, "", cluster.world_size, None, " ".join(str(e).split())))
     if all(option.samples_per_s is None for option in found):
         raise HapError(next(option.why_not for option in found))
     return Advice(tuple(sorted(found, key=lambda o: -(o.samples_per_s or 0.0))))
+
+
+class _Nothing(Exception):
+    """A way that is none here, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,16 +138,14 @@ class _Adviser:
     optimizer: str
     effort: Effort
 
-    def ways(self) -> Iterator[tuple[str, Callable[[], list[Option]]]]:
-        yield NOW, self.as_it_is
-        yield "slow devices left out", self.left_out
-        yield "the batch in parts", lambda: self.in_parts(False)
-        yield "the batch in parts, slow devices left out", lambda: self.in_parts(True)
-        if len(self.cluster.hosts) > 1:
-            yield "two axes", self.two_axes
-        if (dtype := self.lower) is not None:
-            yield "autocast", lambda: self.lower_precision(dtype)
-        yield f"{LARGER} batches a step", self.larger_batch
+    def ways(self) -> Iterator[tuple[str, Trains, Callable[[], list[Option]]]]:
+        yield NOW, "the same", self.as_it_is
+        yield "slow devices left out", "the same", self.left_out
+        yield "the batch in parts", "the same", lambda: self.in_parts(False)
+        yield "the batch in parts, slow devices left out", "the same", lambda: self.in_parts(True)
+        yield "two axes", "the same", self.two_axes
+        yield "autocast", "the same, rounded", self.lower_precision
+        yield f"{LARGER} batches a step", "larger batches", self.larger_batch
 
     def as_it_is(self) -> list[Option]:
         """And on other hardware: by so much as the step with nothing overlapped, its shares dealt out anew, is
@@ -150,24 +162,29 @@ class _Adviser:
     def left_out(self) -> list[Option]:
         plan = self._plan(leave_out=True)
         if not left_out(plan):
-            return []
+            raise _Nothing("no device is better left out")
         return [self._option(f"without {in_words(plan)}", "the same", "hap plan --leave-out", plan)]
 
     def in_parts(self, leave_out: bool) -> list[Option]:
         plan = self._plan(leave_out=leave_out, gradient_accumulation_steps="best")
         count = plan.gradient_accumulation_steps
-        if count == 1 or (leave_out and not left_out(plan)):
-            return []
+        if leave_out and not left_out(plan):
+            raise _Nothing("no device is better left out")
+        if count == 1:
+            raise _Nothing("whole it is fastest")
         how = f"hap plan{' --leave-out' if leave_out else ''} --gradient-accumulation-steps best"
         name = f"the batch in {count} parts" + (f", without {in_words(plan)}" if leave_out else "")
         return [self._option(name, "the same", how, plan, count)]
 
     def two_axes(self) -> list[Option]:
+        if len(self.cluster.hosts) == 1:
+            raise _Nothing("there is one host")
         plan = api.plan_mesh(self.built.model, self.cluster, **self._given)
         return [self._option("two axes", "the same", "hap plan --mesh hosts", plan)]
 
-    def lower_precision(self, dtype: torch.dtype) -> list[Option]:
-        kind, name = "cuda" if self.cluster.backend == "nccl" else "cpu", str(dtype).removeprefix("torch.")
+    def lower_precision(self) -> list[Option]:
+        dtype, kind = self.lower, "cuda" if self.cluster.backend == "nccl" else "cpu"
+        name = str(dtype).removeprefix("torch.")
         with torch.autocast("cpu", dtype):
             plan = self._plan()
         how = f'hap.compile inside torch.autocast("{kind}", {dtype})'
@@ -185,12 +202,14 @@ class _Adviser:
         return capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
 
     @property
-    def lower(self) -> torch.dtype | None:
-        """The dtype for autocast: bfloat16, or what all devices have; None where there is nothing to cast."""
+    def lower(self) -> torch.dtype:
+        """The dtype for autocast: bfloat16, or what all devices have."""
         if all(p.dtype != torch.float32 for p in self.built.model.parameters()):
-            return None
-        able = (dtype for dtype in LOWER if all(str(dtype)[6:] in d.tflops for d in self.cluster.devices))
-        return next(able, None)
+            raise _Nothing("no parameter is float32")
+        for dtype in LOWER:
+            if all(str(dtype).removeprefix("torch.") in device.tflops for device in self.cluster.devices):
+                return dtype
+        raise _Nothing("not all devices are described with bfloat16 or float16")
 
     @property
     def _given(self) -> dict[str, Any]:

@@ -34,9 +34,9 @@ from hap.plan import Plan
 from hap.recompile import Recompiler
 from hap.rules.choices import choices
 from hap.rules.whole import find_forced
+from hap.run_record import VARIABLE as RECORD_VARIABLE
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
-from hap.runtime.record import VARIABLE as RECORD_VARIABLE
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.judge import default_passes, played
 from hap.search.limits import Method

@@ -23,6 +23,7 @@ import pydantic
 
 from hap.errors import HapError
 
+VARIABLE = "HAP_RECORD"  # of the environment: the folder, from ``hap run --record`` to ``hap.compile``
 PLAN = "plan.json"
 OTHER = 0  # the number of what uses the wire and is no collective of the program: clipping, agreements
 DOING = ("outside", "forward", "backward", "evaluation")

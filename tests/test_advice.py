@@ -52,6 +52,10 @@ def test_the_slow_device_is_advised_against() -> None:
     assert kinds["bfloat16 autocast"] == "the same, rounded" and kinds["4 batches a step"] == "larger batches"
     assert sum(o.trains == "the same, on other hardware" for o in found.options) <= HELPS
     assert told[0] == NOW and len(told) == 7
+    assert {o.name: o.why_not for o in found.options if o.samples_per_s is None} == {
+        "the batch in parts": "whole it is fastest",
+        "the batch in parts, slow devices left out": "whole it is fastest",
+    }
     text = str(found)
     assert (
         text.startswith("without right/old#0 is ") and "trains the same: hap plan --leave-out" in text.splitlines()[0]
@@ -77,6 +81,16 @@ def test_nothing_is_advised_where_nothing_helps() -> None:
     best = Advice((option("y", 6.0), option(NOW, 5.0))).best
     assert best is not None and best.name == "y"
     assert str(Advice((option(NOW, 5.0),))).startswith("nothing that trains the same is faster")
+
+
+def test_ways_that_are_none_here_are_told_with_the_reason() -> None:
+    alike = TWO[: TWO.index("    network")].replace("bfloat16: 8", "float64: 1")
+    found = advise(net(), ClusterSpec.from_yaml(alike), effort="quick")
+    told = {o.name: (o.trains, o.why_not) for o in found.options if o.samples_per_s is None}
+    assert told["two axes"] == ("the same", "there is one host")
+    assert told["slow devices left out"] == ("the same", "no device is better left out")
+    assert told["autocast"] == ("the same, rounded", "not all devices are described with bfloat16 or float16")
+    assert all(reason in str(found) for _, reason in told.values())
 
 
 def test_what_fits_in_no_way_is_refused() -> None:

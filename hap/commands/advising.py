@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from hap.commands import shared
-from hap.commands.shared import Batch, ClusterOption, HuggingFace, Json, ModelArgument, SequenceLength
+from hap.commands.shared import Batch, ClusterOption, HuggingFace, Json, ModelArgument, Optimizer, SequenceLength
 
 
 def advise(
@@ -17,9 +17,7 @@ def advise(
     hf: HuggingFace = None,
     batch: Batch = 8,
     seq: SequenceLength = None,
-    optimizer: Annotated[
-        str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, sgd+momentum, muon, adafactor.")
-    ] = "adamw",
+    optimizer: Optimizer = "adamw",
     effort: Annotated[
         Literal["quick", "normal"], typer.Option(help="How long to search for each way; normal takes minutes.")
     ] = "quick",

@@ -17,9 +17,8 @@ from hap.errors import HapError
 if TYPE_CHECKING:
     from hap.cluster import ClusterSpec
 
-RECORD_VARIABLE = "HAP_RECORD"  # read by ``hap.compile``
 # On CPUs, for glibc: what a step frees stays with the process, as in a GPU's caching allocator. Given back to the
-# kernel, every step faults it in anew, page by page: the demo's steps took 1.2 times as long.
+# kernel, every step faults it in anew, page by page.
 KEEPS_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
@@ -57,6 +56,7 @@ def run(
     its exit code and its seconds.
     """
     from hap.cluster import ClusterSpec
+    from hap.run_record import VARIABLE
 
     if not script.is_file():
         raise HapError(f"{script}: no such file")
@@ -64,7 +64,7 @@ def run(
     if plan is not None:
         part, own = _planned(plan, part, host)
     if record is not None:
-        own = {**own, RECORD_VARIABLE: str(record.absolute())}
+        own = {**own, VARIABLE: str(record.absolute())}
     launcher = launch_arguments(part, host, master)
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--", str(script), "--cluster", cluster]
     command += [] if plan is None else ["--plan", str(plan)]

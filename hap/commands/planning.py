@@ -8,7 +8,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from hap.commands import shared
-from hap.commands.shared import Batch, ClusterOption, HuggingFace, Json, ModelArgument, PlanArgument, SequenceLength
+from hap.commands.shared import (
+    Batch,
+    ClusterOption,
+    HuggingFace,
+    Json,
+    ModelArgument,
+    Optimizer,
+    PlanArgument,
+    SequenceLength,
+)
 from hap.errors import HapError
 
 
@@ -18,9 +27,7 @@ def plan(
     hf: HuggingFace = None,
     batch: Batch = 8,
     seq: SequenceLength = None,
-    optimizer: Annotated[
-        str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, sgd+momentum, muon, adafactor.")
-    ] = "adamw",
+    optimizer: Optimizer = "adamw",
     effort: Annotated[
         Literal["quick", "normal", "thorough"],
         typer.Option(help="How long to search; thorough: and to prove how near the best plan is."),

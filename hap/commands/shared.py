@@ -28,6 +28,9 @@ HuggingFace = Annotated[
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Global batch size, with --hf.")]
 SequenceLength = Annotated[int | None, typer.Option("--seq", min=1, help="Sequence length, with --hf.")]
 ClusterOption = Annotated[str, typer.Option("--cluster", "-c", metavar="CLUSTER.yaml", help="The devices and links.")]
+Optimizer = Annotated[
+    str, typer.Option(help="Whose state counts as memory: adamw, adam, sgd, sgd+momentum, muon, adafactor.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PythonOut = Annotated[Path | None, typer.Option("--out", "-o", metavar="X.py", help="Write here, not to stdout.")]
 

@@ -9,7 +9,8 @@ import numpy as np
 from hap.fabric import Array
 
 LEAST = 5  # values on either side
-CLEAR = 6.0  # times what medians of so many values scatter by
+CLEAR = 7.0  # times what medians of so many values scatter by
+MOST = 0.75  # of the values of either side lie on their median's side of the middle
 SPREAD = 1.4826  # of a normal distribution's standard deviation to its median absolute deviation
 FLOOR = 0.02  # of the logarithm: steps that scatter less are not trusted more
 
@@ -23,8 +24,8 @@ class Change(NamedTuple):
 
 def find_change(series: Array, least_factor: float) -> Change | None:
     """Where two levels describe the series (its logarithm, whose scatter is that of factors) best, by the sum of
-    absolute distances from medians, so that single slow steps are none. None if the two are less than ``least_factor``
-    apart or not clearly so, or if there are too few values."""
+    absolute distances from medians, so that single slow steps are none, nor three of five that happen to be close. None
+    if the two are less than ``least_factor`` apart or not clearly so, or if there are too few values."""
     if len(series) < 2 * LEAST or (series <= 0).any():
         return None
     logs = np.log(series)
@@ -32,7 +33,11 @@ def find_change(series: Array, least_factor: float) -> Change | None:
     apart = [np.concatenate([_from_median(logs[:at]), _from_median(logs[at:])]) for at in splits]
     best = min(range(len(splits)), key=lambda i: float(np.abs(apart[i]).sum()))
     at = splits[best]
-    jump = float(np.median(logs[at:]) - np.median(logs[:at]))
+    before, after = float(np.median(logs[:at])), float(np.median(logs[at:]))
+    jump = after - before
+    later = (logs > (before + after) / 2) == (jump > 0)
+    if min(1 - later[:at].mean(), later[at:].mean()) < MOST:
+        return None
     scatter = max(SPREAD * float(np.median(np.abs(apart[best]))), FLOOR)
     clear = abs(jump) * np.sqrt(at * (len(logs) - at) / len(logs)) / scatter
     if clear < CLEAR or abs(jump) < np.log(least_factor):

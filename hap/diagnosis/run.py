@@ -20,10 +20,9 @@ Call = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Waits:
-    """What ranks waited for in one step. ``names`` (K,): its uses of the wire, in order; ``seconds`` (K, N): how long
-    each rank was held up by each."""
+    """What ranks waited for in one step. ``seconds`` (K, N): how long each rank was held up by each of its uses of the
+    wire, in order."""
 
-    names: tuple[str, ...]
     seconds: Array
 
     @property
@@ -125,7 +124,7 @@ class Run:
                 f"step {lines[0].step}: ranks have come to the wire unequally often, so it was no one step"
             )
         seconds = [[_held_up_s(call) for call in calls] for calls in told]
-        return Waits(tuple(self.call_name(0, call[0]) for call in told[0]), np.array(seconds).T.reshape(-1, len(told)))
+        return Waits(np.array(seconds).T.reshape(-1, len(told)))
 
     def call_name(self, rank: int, number: int) -> str:
         """In words, of a kind of call of a rank."""

@@ -29,7 +29,8 @@ class Slow:
     """Medians over the steps of ``window`` (rows of the run; all since the last change for the worse). ``ratio`` (N,):
     what a rank does by itself, in the program and beside it, measured over predicted, NaN where nothing is predicted;
     ``compute_ratio`` the same of the program's part alone. What all ranks are off by is no rank's fault: ``usual`` and
-    ``usual_compute`` are the lower medians."""
+    ``usual_compute`` are the lower medians. ``wire_s`` and ``waited_for_s`` are NaN if none of these steps was told
+    call by call (recorded with ``every`` > 1)."""
 
     run: Run
     change: Change | None
@@ -72,7 +73,7 @@ class Slow:
             compute,
             outside,
             float(np.median(shared)) if shared else np.nan,
-            np.maximum(np.median(told, axis=0) if told else 0.0, _ahead(np.median(run.rank_s[window], axis=0))),
+            np.maximum(np.median(told, axis=0) if told else np.nan, _ahead(np.median(run.rank_s[window], axis=0))),
             *ratios,
         )
 
@@ -175,8 +176,8 @@ def _own_change(table: Array, rank: int) -> Change | None:
 
 
 def _off_plan(slow: Slow, rank: int) -> Finding | None:
-    """Whether the rank takes longer than planned, by more than the others do, and they wait for it."""
-    if not slow.ratio[rank] >= SLOWER * slow.usual or slow.waited_for_s[rank] < MATTERS * slow.step_s:
+    """Whether the rank takes longer than planned, by more than the others do, and they are known to wait for it."""
+    if not slow.ratio[rank] >= SLOWER * slow.usual or not slow.waited_for_s[rank] >= MATTERS * slow.step_s:
         return None
     assert slow.run.plan is not None
     predicted = slow.run.plan.predicted.compute_s[rank]
@@ -198,20 +199,23 @@ def _off_plan(slow: Slow, rank: int) -> Finding | None:
 
 def _late(slow: Slow, rank: int, inside: bool, factor: float | None, said: str, since: int | None) -> Finding:
     """Of a rank that takes long ``inside`` of the program, or between steps."""
-    name, lost_s = slow.run.name(rank), float(slow.waited_for_s[rank])
+    name, waited_s = slow.run.name(rank), float(slow.waited_for_s[rank])
+    known = not np.isnan(waited_s)
     long = "too long" if factor is None else f"{factor:.2f} times as long as it should"
     return Finding(
         "compute straggler" if inside else "late between steps",
         (rank,),
         f"{name} {'computes' if inside else 'is busy between steps'} {long}"
         + (f", since step {since}" if since is not None else ""),
-        (said, f"the others wait for it {in_words(lost_s)} of each step of {in_words(slow.step_s)}"),
+        (said, f"the others wait for it {in_words(waited_s)} of each step of {in_words(slow.step_s)}")
+        if known
+        else (said,),
         "look for another process on the device, its clock and its temperature; if it stays so, plan again with what "
         "was measured (-o)"
         if inside
         else "its data loader (workers, disk, decoding), or what else the script does on this rank alone",
         factor=factor,
-        lost_s=lost_s,
+        lost_s=waited_s if known else None,
         since_step=since,
     )
 

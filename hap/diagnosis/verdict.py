@@ -100,7 +100,7 @@ def _rows(slow: Slow) -> list[dict[str, Any]]:
             "compute_s": float(slow.compute_s[rank]),
             "over_predicted": None if np.isnan(slow.ratio[rank]) else float(slow.ratio[rank]),
             "outside_s": float(slow.outside_s[rank]),
-            "waited_for_s": float(slow.waited_for_s[rank]),
+            "waited_for_s": None if np.isnan(slow.waited_for_s[rank]) else float(slow.waited_for_s[rank]),
         }
         for rank, device in enumerate(slow.run.devices)
     ]
@@ -123,6 +123,9 @@ def _table(slow: Slow) -> list[str]:
     plan = slow.run.plan
     steps = slow.run.numbers[slow.window]
     predicted = "" if plan is None else f", predicted {in_words(plan.predicted.as_run_s)}"
+    wire = f"all wait for the wire {in_words(slow.wire_s)}"
+    if np.isnan(slow.wire_s):
+        wire = "who is waited for is not known, as none of them was told call by call"
     head = ["device", "computes", "x predicted", "outside", "waited for"]
     rows = [
         [
@@ -130,12 +133,11 @@ def _table(slow: Slow) -> list[str]:
             in_words(float(slow.compute_s[rank])),
             "-" if np.isnan(slow.ratio[rank]) else f"{slow.ratio[rank]:.2f}",
             in_words(float(slow.outside_s[rank])),
-            in_words(float(slow.waited_for_s[rank])),
+            "-" if np.isnan(slow.waited_for_s[rank]) else in_words(float(slow.waited_for_s[rank])),
         ]
         for rank, device in enumerate(slow.run.devices)
     ]
     return [
-        f"steps {steps[0]} to {steps[-1]}: {in_words(slow.step_s)} each (median){predicted}; "
-        f"all wait for the wire {in_words(slow.wire_s)}",
+        f"steps {steps[0]} to {steps[-1]}: {in_words(slow.step_s)} each (median){predicted}; {wire}",
         *table([head, *rows], right=(1, 2, 3, 4)),
     ]

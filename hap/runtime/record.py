@@ -55,7 +55,6 @@ from hap.runtime.probe import probe
 if TYPE_CHECKING:
     from hap.runtime.collectives import Communicator
 
-VARIABLE = "HAP_RECORD"  # the folder, for ``hap run --record``
 STILL_S = 60.0  # without a change, until the stacks are written down
 
 

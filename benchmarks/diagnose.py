@@ -7,7 +7,8 @@ and the plan made from it. A job of 40 recorded steps is run for each thing that
 that becomes slower in the middle or was from the start, data that come late, a link that becomes slower one way, a rank
 that never comes, is stopped, is killed or raises, a link that is cut. The diagnosis is made from the records alone:
 of what hangs while it hangs, each second until there is one. It is right if its first finding has the syndrome and the
-rank; all else that it finds is counted as false.
+rank, or of a link that is cut the syndrome and ranks among which the right one is: apart from those found ``with the
+rank``, and no other. All else that it finds is counted as false.
 
 What recording costs is measured apart: the recorder alone, on calls as a program makes them; and two ranks without
 emulated speeds that compute all the time, blocks of steps with and without in turns.
@@ -113,6 +114,11 @@ class Row:
         if self.found[0] != expected:
             return False
         return self.fault.rank in self.ranks if self.fault.what == "link cut" else self.ranks == (self.fault.rank,)
+
+    @property
+    def alone(self) -> bool:
+        """Right, and no other rank is named but the far end of a slow link."""
+        return self.right and (self.ranks == (self.fault.rank,) or self.found[0] == "slow link")
 
     @property
     def false(self) -> int:
@@ -264,6 +270,7 @@ def write(report: Report, rows: Sequence[Row], cost: Cost) -> None:
     report.figure("jobs", len(rows))
     report.figure("faults", len(faulty))
     report.figure("faults_found", sum(row.right for row in faulty))
+    report.figure("faults_found_with_the_rank", sum(row.alone for row in faulty))
     report.figure("healthy_jobs", len(rows) - len(faulty))
     report.figure("healthy_jobs_with_findings", sum(not row.right for row in rows if row.fault.what == "none"))
     report.figure("false_findings", sum(row.false for row in rows))

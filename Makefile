@@ -12,7 +12,7 @@ SOURCES := hap cost_models search codegen tests benchmarks examples docs setup.p
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    plan GPT-2 for four unequal devices and train it here (no GPU needed)"
+	@echo "make demo    measure four unequal devices, plan GPT-2 for them and train it here (no GPU needed)"
 	@echo "make test    lint, type-check, run every test"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff rewrite imports and layout"
@@ -51,7 +51,9 @@ format: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 demo: $(STAMP)
-	$(BIN)/hap run --cluster examples/cluster-4.yaml examples/train_gpt2.py $(ARGS)
+	@mkdir -p .cache
+	$(BIN)/hap profile examples/train_gpt2.py:build --cluster examples/cluster-4.yaml --emulate -o .cache/demo.profile.json
+	$(BIN)/hap run --cluster examples/cluster-4.yaml examples/train_gpt2.py --profile .cache/demo.profile.json $(ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -77,9 +77,10 @@ def diagnose(body: Body) -> str:
     words = (
         f"Jobs of four emulated unequal ranks, in which a device became slow or was so from the start, data came "
         f"late, a link became slower one way or was cut, a rank never came, was stopped, killed, or raised: of "
-        f"{f['faults']:.0f} {f['faults_found']:.0f} were found, with the rank; of {f['healthy_jobs']:.0f} healthy jobs "
-        f"{f['healthy_jobs_with_findings']:.0f} had a finding. How many times as slow a device had become was told "
-        f"within {f['worst_error_of_factor']:.0%}, a hang within {f['seconds_to_tell_a_hang']:.0f} s. Recording took "
+        f"{f['faults']:.0f} {f['faults_found']:.0f} were found, {f['faults_found_with_the_rank']:.0f} with the rank; "
+        f"of {f['healthy_jobs']:.0f} healthy jobs {f['healthy_jobs_with_findings']:.0f} had a finding. How many times "
+        f"as slow a device had become was told within {f['worst_error_of_factor']:.1%}, a hang within "
+        f"{f['seconds_to_tell_a_hang']:.0f} s. Recording took "
         f"{f['recording_us_of_a_collective']:.0f} us of CPU for each collective."
     )
     return f"{words}\n\n{_source('diagnose', body)}"

@@ -5,7 +5,10 @@
 The model is Hugging Face's GPT-2 with random weights; the text is the Python language reference that ships inside
 Python (``pydoc_data.topics``), read character by character. With a GPU for every rank it runs on NCCL; otherwise on
 Gloo, with the devices' speeds emulated (``hap/runtime/emulate.py``). At the end rank 0 repeats the first steps alone,
-as one device would, and prints the largest difference.
+as one device would, and prints the largest difference. Predictions are better with what was measured before:
+
+    hap profile examples/train_gpt2.py:build --cluster examples/cluster-4.yaml --emulate -o profile.json
+    torchrun --nproc-per-node 4 examples/train_gpt2.py --cluster examples/cluster-4.yaml --profile profile.json
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ from hap.runtime.emulate import Throttle
 from hap.runtime.program import HapProgram
 
 
-def parse_arguments() -> argparse.Namespace:
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", required=True)
+    parser.add_argument("--profile", metavar="X.json", help="what hap profile measured on this cluster")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=16, help="global batch size")
     parser.add_argument("--sequence", type=int, default=64)
@@ -50,6 +54,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--keep", metavar="DIR", help="write the measured steps there, for hap report --run DIR")
     parser.add_argument("--check", type=int, default=3, help="steps to repeat on one device and compare")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argument_parser()
     arguments = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error("start me with torchrun, one process per device: see --help")
@@ -92,6 +101,23 @@ def build_model(arguments: argparse.Namespace, vocabulary: int) -> GPT2LMHeadMod
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
     return model
+
+
+def read_text(arguments: argparse.Namespace) -> Characters:
+    return Characters("\n".join(topics.values()), arguments.sequence)
+
+
+def example_of(data: Characters, arguments: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """A global batch."""
+    batch: dict[str, torch.Tensor] = default_collate([data[0]] * arguments.batch)
+    return batch
+
+
+def build() -> tuple[GPT2LMHeadModel, dict[str, torch.Tensor]]:
+    """The model and a batch as they are by default: for ``hap profile`` and ``hap plan``."""
+    arguments = argument_parser().parse_args(["--cluster", "the same for any"])
+    data = read_text(arguments)
+    return build_model(arguments, len(data.alphabet)), example_of(data, arguments)
 
 
 def schedule(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
@@ -250,15 +276,16 @@ def main() -> None:
     if on_gpus:
         cluster = cluster.model_copy(update={"backend": "nccl"})
     else:
-        cluster, throttle = emulate.play(cluster)
+        played, throttle = emulate.play(cluster)
+        cluster = played if arguments.profile is None else cluster
         say(f"no GPU for every rank: {emulate.NOTICE}")
 
-    data = Characters("\n".join(topics.values()), arguments.sequence)
+    data = read_text(arguments)
     say(f"text: the Python language reference, {quantity(data.windows.numel())} characters")
     model = build_model(arguments, len(data.alphabet))
-    example = default_collate([data[0]] * arguments.batch)
+    example = example_of(data, arguments)
     started = time.perf_counter()
-    program = hap.compile(model, cluster, example_inputs=example, device=device)
+    program = hap.compile(model, cluster, example_inputs=example, profile=arguments.profile, device=device)
     say(f"planned and compiled in {seconds(time.perf_counter() - started)}\n")
     say(f"{summarize(program.plan, cluster)}\n")
     record = train(program, data, arguments, throttle)

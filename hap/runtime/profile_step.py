@@ -43,6 +43,9 @@ from hap.runtime.step import Step
 FEW, MANY = 2, 14  # parameters of the two tiny programs
 STEPS = 8
 CUTS = 8  # waits in a share's calls
+# Of a parameter's entries, about as large as initialisations make them. With larger ones activations grow from layer to
+# layer until a softmax's results are denormal numbers, with which CPUs take twice as long.
+INITIAL = 0.02
 
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -110,7 +113,7 @@ def time_graph(
     """Run steps on random tensors; ``calls`` are seconds by call, ``together`` lets all ranks begin at once."""
     program = lower(graph, one_device_plan(graph))
     step = Step(program, Communicator(None, clock.device))
-    sources = {s.name: _random_source(graph, program, s, clock.device) for s in program.forward_sources}
+    sources = {s.name: random_source(graph, program, s, clock.device) for s in program.forward_sources}
     parameters = {
         s.target: torch.nn.Parameter(sources[s.name])
         for s in program.sources_of("parameter")
@@ -200,11 +203,13 @@ def _all(calls: Sequence[Callable[[], object]]) -> None:
         call()
 
 
-def _random_source(graph: Graph, program: Program, source: Source, device: torch.device) -> torch.Tensor:
+def random_source(graph: Graph, program: Program, source: Source, device: torch.device) -> torch.Tensor:
+    """What stands in for a parameter, an input or a buffer; a constant is itself."""
     if source.kind == "constant":
         return program.constants[source.target].to(device)
     meta = graph.by_name[program.held[source.name].value.node].meta
-    return Layout(tuple(range(len(meta.shape)))).make(meta.shape, meta.dtype, device)
+    made = Layout(tuple(range(len(meta.shape)))).make(meta.shape, meta.dtype, device)
+    return made * INITIAL if source.kind == "parameter" and meta.dtype.is_floating_point else made
 
 
 class _Chain(nn.Module):

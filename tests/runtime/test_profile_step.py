@@ -1,0 +1,47 @@
+"""What ``hap profile`` runs whole graphs on is like what they are trained on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hap.capture import capture
+from hap.codegen.lowering import lower
+from hap.runtime import profile_step
+from hap.runtime.collectives import Communicator
+from hap.runtime.profile_step import one_device_plan, random_source
+from hap.runtime.step import Step
+
+
+class Attending(nn.Module):
+    """Residual layers of attention, as wide as makes entries of size one too large."""
+
+    def __init__(self, width: int = 128, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            q, k, v = layer(nn.functional.layer_norm(x, x.shape[-1:])).chunk(3, -1)
+            x = x + torch.softmax(q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5, -1) @ v
+        return x.sum()
+
+
+def denormal() -> float:
+    """The fraction of what the backward pass reads."""
+    graph = capture(Attending(), torch.ones(2, 64, 128))
+    program = lower(graph, one_device_plan(graph))
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    sources = {s.name: random_source(graph, program, s, device) for s in program.forward_sources}
+    loss, _, saved = Step(program, Communicator(None, device)).forward(sources)
+    assert torch.isfinite(loss)
+    values = torch.cat([t.flatten() for t in saved.values() if t.is_floating_point()])
+    return float(((values != 0) & (values.abs() < torch.finfo(torch.float32).tiny)).float().mean())
+
+
+def test_whole_graphs_are_timed_without_denormal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert denormal() == 0
+    monkeypatch.setattr(profile_step, "INITIAL", 1.0)
+    assert denormal() > 0.001  # what the smaller parameters are for

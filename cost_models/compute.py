@@ -166,11 +166,13 @@ def _over_hosts(work: Work, strategy: Strategy) -> Parts:
 def parts_seconds(parts: Parts, share: float, device: Device, model: ComputeModel = DEFAULT_MODEL) -> float:
     """Seconds on ``device`` for a rank that holds ``share`` in [0, 1] of the group: as measured, if it was."""
     idle = share == 0 and parts.idle_when_empty
-    if idle or (parts.op_class == "view" and not isinstance(device, MeasuredDevice)):
-        return 0.0
     if isinstance(device, MeasuredDevice):
+        if idle:
+            return device.empty_seconds(parts.op_class)
         work = (parts.fixed_flops + share * parts.shared_flops, parts.fixed_bytes + share * parts.shared_bytes)
         return device.call_seconds(parts.call, parts.op, parts.op_class, parts.dtype_name, share, work)
+    if idle or parts.op_class == "view":
+        return 0.0
     arithmetic = (parts.fixed_flops + share * parts.shared_flops) / model.flops_per_s(
         device, parts.op_class, parts.dtype
     )

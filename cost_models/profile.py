@@ -108,7 +108,8 @@ class DeviceKind(_Frozen):
     """Devices that the cluster file describes alike. ``fits`` by ``op/dtype`` and ``class/dtype``; ``copies`` by
     ``collective/decomposition``; ``updates`` by optimizer. ``step_s``: what a step takes beside its calls; ``in_step``:
     by how much calls take longer in a step than alone; ``node_s``: what each takes beside that, views included;
-    ``resume_s``: what the calls after a wait for other ranks take longer."""
+    ``resume_s``: what the calls after a wait for other ranks take longer; ``empty_s``: what a call on nothing
+    takes in a step, 0 where none is launched for it."""
 
     name: str
     memory_bytes: int | None = None
@@ -120,6 +121,7 @@ class DeviceKind(_Frozen):
     in_step: float = 1.0
     node_s: float = 0.0
     resume_s: float = 0.0
+    empty_s: float = 0.0
 
 
 class RankProfile(_Frozen):
@@ -231,7 +233,8 @@ class MeasuredDevice(Device):
     def call_seconds(
         self, call: str, op: str, op_class: str, dtype: str, share: float, work: tuple[float, float]
     ) -> float:
-        """Seconds of a call at a share of its group; ``work`` is (FLOPs, bytes) at that share, for the fits."""
+        """Seconds of a call at a share of its group; ``work`` is (FLOPs, bytes) at that share, for the fits. A rank
+        without a share that has nothing to do is asked for ``empty_seconds``."""
         if op_class == "view":
             return self.kind.node_s * self.factor
         curve = self.kind.calls.get(call)
@@ -244,6 +247,11 @@ class MeasuredDevice(Device):
                 "profile again with the model: hap profile --model FILE.py:FUNCTION"
             )
         return (fit.seconds(*work) * self.kind.in_step + self.kind.node_s) * self.factor
+
+    def empty_seconds(self, op_class: str) -> float:
+        """Seconds of a call of this class on nothing; a view takes no more than on something."""
+        kind = self.kind
+        return (min(kind.node_s, kind.empty_s) if op_class == "view" else kind.empty_s) * self.factor
 
     def update_seconds(self, optimizer: str, own_bytes: float, flops: float = 0.0) -> float:
         """Seconds of the optimizer's update of one parameter of which the device holds ``own_bytes``; ``flops``: of its

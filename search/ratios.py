@@ -30,7 +30,7 @@ import numpy as np
 from ortools.math_opt import model_pb2
 
 from hap.conversion import Need
-from hap.cost_models.compute import parts_coefficients
+from hap.cost_models.compute import parts_coefficients, parts_seconds
 from hap.cost_models.evaluate import ConversionCost, Evaluation
 from hap.cost_models.stages import Stages, find_stages
 from hap.fabric import Array
@@ -152,7 +152,9 @@ class _Program:
         for parts in stages.calls:
             here = np.ones(self.n) if parts.group is None else self.here[parts.group]
             pairs = [
-                (0.0, 0.0) if parts.idle_when_empty and out else parts_coefficients(parts, device, at_share=share)
+                (parts_seconds(parts, 0.0, device), 0.0)
+                if parts.idle_when_empty and out
+                else parts_coefficients(parts, device, at_share=share)
                 for device, share, out in zip(devices, here.tolist(), self.out.tolist(), strict=True)
             ]
             constant, slope = np.array(pairs).T

@@ -186,6 +186,7 @@ def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank]) -> DeviceKi
         nodes=[same[0].nodes for same in ran],
         seconds=[statistics.median(s.seconds for s in same) for same in ran],
     )
+    empty_s = float(statistics.median(s.empty_s for m in members for s in m.parts))
     return DeviceKind(
         name=name,
         memory_bytes=members[0].memory_bytes,
@@ -197,6 +198,7 @@ def _kind(name: str, pooled: list[Timing], members: Sequence[_Rank]) -> DeviceKi
         in_step=in_step,
         node_s=node_s,
         resume_s=float(statistics.median(s.resume_s for m in members for s in m.parts)),
+        empty_s=empty_s * in_step + node_s if empty_s > 0 else 0.0,
     )
 
 

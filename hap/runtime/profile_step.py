@@ -14,6 +14,8 @@ its work is most of it. Fitted over both:
 
 *After a wait* for the other ranks a CPU's caches hold what ran meanwhile: the calls of a share once more, cut by
 barriers, take ``resume_s`` longer for each.
+
+*On nothing*, where a rank has no share, a CPU still makes every call: ``empty_s`` each.
 """
 
 from __future__ import annotations
@@ -151,12 +153,14 @@ def time_graph(
 @dataclass(frozen=True)
 class ShareTiming:
     """The calls of a small share of a graph, views apart, one after another: seconds, as the sum of the calls timed
-    alone, and how many; what each wait among them adds (0 on a GPU, whose kernels wait for others in its queue)."""
+    alone, and how many; what each wait among them adds, and what a call on nothing takes (both 0 on a GPU, whose
+    kernels wait for others in its queue, and which launches none for nothing)."""
 
     seconds: float
     calls_s: float
     nodes: int
     resume_s: float
+    empty_s: float
 
 
 def time_share(
@@ -173,7 +177,7 @@ def time_share(
     groups = [g for found in ways.values() for g in dict.fromkeys(p.group for _, p in found if p.group is not None)]
     group = max(dict.fromkeys(groups), key=groups.count, default=None)
     layouts = memory_layouts(graph)
-    calls_s, runs = 0.0, []
+    calls_s, runs, empty = 0.0, [], []
     for node in nodes:
         strategy, parts = next((w for w in ways[node.name] if w[1].group == group), ways[node.name][0])
         if parts.op_class == "view":
@@ -181,8 +185,10 @@ def time_share(
         share, sizes = next(local_sizes(parts, SHARES))
         calls_s += alone[parts.call, share]
         runs.append(local_call(graph, node, strategy, sizes, layouts, clock.device))
+        if parts.idle_when_empty and parts.group is not None:
+            empty.append(local_call(graph, node, strategy, {parts.group: (0,)}, layouts, clock.device))
 
-    samples, cut = [], []
+    samples, cut, nothing = [], [], []
     pieces = [runs[i * len(runs) // CUTS : (i + 1) * len(runs) // CUTS] for i in range(CUTS)]
     for _ in range(STEPS):
         factor = clock.factor()
@@ -193,9 +199,12 @@ def time_share(
             together()
             seconds += clock.once(lambda piece=piece: _all(piece))  # type: ignore[misc]
         cut.append(seconds * factor)
+        nothing.append(clock.once(lambda: _all(empty)) * factor)
     whole_s, cut_s = clock.of(samples[1:]), clock.of(cut[1:])
-    resume_s = 0.0 if clock.device.type == "cuda" else max(0.0, cut_s - whole_s) / (CUTS - 1)
-    return ShareTiming(whole_s, calls_s, len(runs), resume_s)
+    if clock.device.type == "cuda":
+        return ShareTiming(whole_s, calls_s, len(runs), 0.0, 0.0)
+    resume_s = max(0.0, cut_s - whole_s) / (CUTS - 1)
+    return ShareTiming(whole_s, calls_s, len(runs), resume_s, clock.of(nothing[1:]) / max(len(empty), 1))
 
 
 def _all(calls: Sequence[Callable[[], object]]) -> None:

@@ -153,6 +153,20 @@ def test_who_waited_for_others_computes_a_little_longer() -> None:
     assert collective_seconds("slice", "local", 64, R, KEPT, {"kept": (3, 1)}, on) == pytest.approx(0.5)
 
 
+def test_who_has_no_share_still_makes_every_call_where_that_takes_time() -> None:
+    """A CPU's calls on nothing, by the rank's factor; a view is no dearer than on something, a GPU launches nothing."""
+    graph, strategies, sizes = relu_step(), data_parallel(), {"batch": (8, 0)}
+    matmul, view = (split_work(node_work(graph, graph.by_name[n]), strategies[n]) for n in ("a", "e"))
+    for node_s, empty_s, each, of_view in ((0.1, 0.3, 0.6, 0.2), (0.1, 0.0, 0.0, 0.0), (0.5, 0.3, 0.6, 0.6)):
+        slow = made(kind={"node_s": node_s, "empty_s": empty_s}).calibrate(TWO).devices[1]
+        assert parts_seconds(matmul, 0.0, slow) == pytest.approx(each)
+        assert parts_seconds(view, 0.0, slow) == pytest.approx(of_view)
+    found, without = (evaluate(graph, strategies, sizes, made(kind=k).calibrate(TWO)) for k in ({"empty_s": 0.3}, {}))
+    more = found.compute_s[1] - without.compute_s[1]
+    assert more == pytest.approx(3 * 0.6)  # of five calls: two sum over the batch, and their results are whole
+    assert found.compute_s[0] == without.compute_s[0]
+
+
 def test_ports_have_measured_rates() -> None:
     """Both pairs are limited by the second host's 500 Mbit/s = 62.5 MB/s and reach 40; the first host's ports, which
     limit nobody, are assumed to be as much slower than described."""

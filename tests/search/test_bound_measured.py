@@ -89,6 +89,7 @@ def measured(seed: int) -> CalibratedCluster:
             in_step=1.1,
             node_s=2e-6,
             resume_s=1e-5,
+            empty_s=3e-6,
         )
         for name in ("fast", "slow")
     )

@@ -25,7 +25,7 @@ they lay where whatever they meet on one host does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -39,6 +39,7 @@ from hap.search.bound import by_speed, computes_like, device_classes, weighted_b
 from hap.search.cases import find_main, find_shared
 from hap.search.chain import find_chain
 from hap.search.classes import find_colours
+from hap.search.copies import with_copies
 from hap.search.crossing import find_parts, find_ports
 from hap.search.milp import MS
 from hap.search.prices import Facts
@@ -54,8 +55,9 @@ PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
 
 class Masses:
     """The bounds of nested clusters. Their programs have the same rows, so each is solved from where the last one
-    ended, and the first from where it ends if nothing may be spread, which is found sooner: any basis is one to begin
-    from, and the optimum is the same. Dual steps are the quicker ones for the first, primal steps for the others."""
+    ended, and the first from where it ends if nothing may be spread, which is found sooner, with what may be spread as
+    what is together: any basis is one to begin from, and the optimum is the same. From there, dual steps are the
+    quicker ones."""
 
     def __init__(self) -> None:
         self._ended: solution_pb2.BasisProto | None = None
@@ -67,10 +69,8 @@ class Masses:
         if rate is None or _strongest(facts) > ALONE:
             return known_s
         program = _Program(facts, *rate)
-        if self._ended is None:
-            solved = program.solver.solve(program.solving, start=program.all_together())
-        else:
-            solved = program.solver.solve(PRIMAL, start=self._ended)
+        start = program.all_together() if self._ended is None else self._ended
+        solved = program.solver.solve(program.solving, start=start)
         if solved is None or not solved.is_optimal:
             return known_s
         self._ended = program.solver.basis
@@ -153,6 +153,20 @@ def _taken_apart(placement: Shard) -> tuple[str, str]:
     return group, where
 
 
+def _ends(placements: Sequence[Placement | None], numbers: Collection[int]) -> dict[int, tuple[str, int]]:
+    """Of some of the placements, by number: where the mass of the group lies, and the number of the same placement with
+    it together, if it is spread, or else its own."""
+    number, found = {placements[p]: p for p in numbers}, dict[int, tuple[str, int]]()
+    for p in numbers:
+        placement, where = placements[p], ANYWHERE
+        if isinstance(placement, Shard):
+            group, where = _taken_apart(placement)
+            if where == SPREAD:
+                placement = replace(placement, group=f"{group}@{TOGETHER}")
+        found[p] = where, number[placement]
+    return found
+
+
 class _Program(Relaxation):
     """See the module docstring."""
 
@@ -171,15 +185,41 @@ class _Program(Relaxation):
         self._compute(facts)
 
     def all_together(self) -> solution_pb2.BasisProto | None:
-        """The basis of the optimum where no option of a spread group may be taken."""
-        spread = [v for v, _, name, number in self.options if self.where[name][number][1] == SPREAD]
+        """The basis of the optimum where no option of a spread group may be taken, with all that has to do with such
+        groups taken into it as if they were together."""
+        copies, rows, between = self._twins()
         free = self.solver.upper
         limited = free.copy()
-        limited[spread] = 0.0
+        limited[[*copies, *between]] = 0.0
         self.solver.limit(limited)
         self.solver.solve(PRIMAL)
         self.solver.limit(free)
-        return self.solver.basis
+        basis = self.solver.basis
+        return None if basis is None else with_copies(basis, copies, rows, self.entries)
+
+    def _twins(self) -> tuple[dict[int, int], dict[int, int], set[int]]:
+        """Variables and rows of which a spread group is a part -> those of the same group together; and what goes
+        between the two."""
+        option = {(name, *self.where[name][number]): v for v, _, name, number in self.options}
+        copies = {v: option[name, i, TOGETHER] for (name, i, where), v in option.items() if where == SPREAD}
+        rows, between = dict[int, int](), set[int]()
+        for one in self.transports:
+            makes, reads = _ends(one.produced, one.produced_rows), _ends(one.wanted, one.wanted_rows)
+            for twins, of in ((makes, one.produced_rows), (reads, one.wanted_rows)):
+                rows.update((of[p], of[twin]) for p, (where, twin) in twins.items() if where == SPREAD)
+            for (p, q), flow in one.flows.items():
+                (here, source), (there, target) = makes[p], reads[q]
+                if SPREAD in (here, there):
+                    if TOGETHER in (here, there):
+                        between.add(flow)
+                    else:
+                        copies[flow] = one.flows[source, target]
+        for flow, (converted, row) in self.shared.items():
+            if flow in between:
+                between.add(converted)
+            elif flow in copies:
+                copies[converted], rows[row] = self.shared[copies[flow]]
+        return copies, rows, between
 
     def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
         """Cutting a piece out is left out: it is compute."""

@@ -42,10 +42,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
-from ortools.math_opt import model_pb2
 
 from hap.conversion import collective_kind
 from hap.cost_models.memory import usable_bytes
@@ -59,9 +58,10 @@ from hap.plan import Strategy
 from hap.search.bound import Line, device_classes, line_seconds, node_line, weighted_bound
 from hap.search.classes import RADIUS, Read, find_reads, who_reads
 from hap.search.least import Least
-from hap.search.milp import GB, MS, SMALLEST
+from hap.search.milp import GB, MS
 from hap.search.prices import Facts
-from hap.search.protos import DUAL, OFF, KeptSolver, fill_matrix, seeded
+from hap.search.protos import DUAL, OFF, seeded
+from hap.search.rows import Rows
 from hap.search.saved import parts_of_calls, saved_bytes
 from hap.search.wires import ClassForms, RankClasses
 
@@ -112,8 +112,19 @@ def relaxation(facts: Facts) -> Relaxation:
 # ---- the program ----
 
 
-class Relaxation:
-    """See the module docstring."""
+class Transport(NamedTuple):
+    """What one slot reads of the values of a class: where they are produced and wanted, by number, the flow between any
+    two of those, and the rows of either end."""
+
+    produced: Sequence[Placement | None]
+    wanted: Sequence[Placement]
+    flows: Mapping[tuple[int, int], int]
+    produced_rows: Mapping[int, int]
+    wanted_rows: Mapping[int, int]
+
+
+class Relaxation(Rows):
+    """See the module docstring. Variables are named as there."""
 
     solving = seeded(lp_algorithm=DUAL, presolve=OFF)
 
@@ -126,6 +137,7 @@ class Relaxation:
         crowded: bool = True,
     ) -> None:
         """``crowded`` False: without the rows of memory between the passes."""
+        super().__init__()
         self.facts, self.least, self.crowded = facts, Least(facts), crowded
         self.slices = ClassForms(facts.cluster, RankClasses.find(facts.cluster))
         self.devices, counts = device_classes(facts.cluster)
@@ -133,17 +145,13 @@ class Relaxation:
         self.many = self.weight * np.array(counts)
         self._parts = parts_of_calls(facts.graph)
         self._known: dict[Line, float] = {}
-        self.cost: list[float] = []
-        self.names: list[str] = []  # of the kinds of variables, as in the module docstring
-        self.row_names: list[str] = []
-        self.row_bounds: list[tuple[float, float]] = []
-        self.entries: list[tuple[int, int, float]] = []
         rounds = facts.colours[: radius + 1]
         self.rounds = len(rounds)
         self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
         self.kept: list[tuple[int, float]] = []  # copies that both passes read
         self.most_kept = 0  # bytes, if all of them are made
-        self.upper: dict[int, float] = {}
+        self.transports: list[Transport] = []
+        self.shared: dict[int, tuple[int, int]] = {}  # flow -> C and row, where there is one
         self._types()
         self._values()
         self._state()
@@ -242,10 +250,11 @@ class Relaxation:
             flows[p, q] = flow = self._variable("F", 0.0)
             out[p].append((flow, -1.0))
             came[q].append((flow, -1.0))
-        for p, terms in supply.items():
-            self._row("produced", 0.0, 0.0, [*((v, each * k) for v, k in terms), *out[p]])
-        for q, terms in demand.items():
-            self._row("wanted", 0.0, 0.0, [*terms, *came[q]])
+        made = {
+            p: self._row("produced", 0.0, 0.0, [*((v, each * k) for v, k in s), *out[p]]) for p, s in supply.items()
+        }
+        read = {q: self._row("wanted", 0.0, 0.0, [*terms, *came[q]]) for q, terms in demand.items()}
+        self.transports.append(Transport(produced, wants, flows, made, read))
         return {(p, wants[q]): f for (p, q), f in flows.items() if produced[p] != wants[q]}
 
     def is_converted(self, source: Placement | None, target: Placement) -> bool:
@@ -273,7 +282,7 @@ class Relaxation:
             converted = self._variable("C", seconds)
             self.conversions.append((converted, 1, nbytes, source, target))
             for flow, each in users:
-                self._row("shared", 0.0, np.inf, [(converted, each), (flow, -1.0)])
+                self.shared[flow] = converted, self._row("shared", 0.0, np.inf, [(converted, each), (flow, -1.0)])
 
     @cached_property
     def _stored(self) -> frozenset[str]:
@@ -366,27 +375,6 @@ class Relaxation:
             between.append((again, -self.count[a] * held * GB))
         self._row("between", -np.inf, left * GB, between)
 
-    # -- assembling --------------------------------------------------------------------------------------------------
-
-    def _variable(self, name: str, seconds: float) -> int:
-        self.names.append(name)
-        self.cost.append(seconds * MS)
-        return len(self.names) - 1
-
-    def _row(self, name: str, lower: float, upper: float, terms: Sequence[tuple[int, float]]) -> None:
-        self.entries += [(len(self.row_names), v, k) for v, k in terms]
-        self.row_names.append(name)
-        self.row_bounds.append((lower, upper))
-
-    def _always(self) -> int:
-        variable = self._variable("always", 0.0)
-        self._row("always", 1.0, 1.0, [(variable, 1.0)])
-        return variable
-
-    @cached_property
-    def solver(self) -> KeptSolver:
-        return KeptSolver(self.program())
-
     @cached_property
     def seconds(self) -> float | None:
         """The minimum; None if the solver finds no optimum. The solver may be asked for others from then on."""
@@ -394,21 +382,6 @@ class Relaxation:
         if solved is None or not solved.is_optimal:
             return None
         return solved.bound / MS
-
-    def program(self) -> model_pb2.ModelProto:
-        used = [i for i, c in enumerate(self.cost) if abs(c) >= SMALLEST]
-        proto = model_pb2.ModelProto(name="relaxation")
-        proto.variables.ids.extend(range(len(self.names)))
-        proto.variables.lower_bounds.extend([0.0] * len(self.names))
-        proto.variables.upper_bounds.extend([self.upper.get(v, np.inf) for v in range(len(self.names))])
-        proto.variables.integers.extend([False] * len(self.names))
-        proto.objective.linear_coefficients.ids.extend(used)
-        proto.objective.linear_coefficients.values.extend([self.cost[i] for i in used])
-        proto.linear_constraints.ids.extend(range(len(self.row_names)))
-        proto.linear_constraints.lower_bounds.extend([lower for lower, _ in self.row_bounds])
-        proto.linear_constraints.upper_bounds.extend([upper for _, upper in self.row_bounds])
-        fill_matrix(proto, self.entries, np.zeros((0, len(self.names))), len(self.row_names))
-        return proto
 
 
 def _numbered(placements: Sequence[Placement | None]) -> list[int]:

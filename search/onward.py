@@ -51,7 +51,7 @@ def _from_here(chooser: Chooser, found: Found, seconds: float) -> Iterator[Found
     shares and those dealt out anew."""
     sizes = like_the_batch(chooser.problem, found)
     for plain in (False, True):
-        chosen = chooser.strategies(sizes, found.regather, found.left_out, plain=plain)
+        chosen = chooser.strategies(sizes, found.regather, found.left_out, best=found, plain=plain)
         if chosen is None or chosen.cost > (0, found.cost[1] * BEHIND):
             continue
         better = min(chosen, reshare(chooser.problem, chosen), key=lambda f: f.cost)

@@ -85,7 +85,7 @@ def deal_out_inputs(chooser: Chooser, best: Found) -> Found:
     forced = _whole_inputs(chooser.problem, best)
     if not forced:
         return best
-    chosen = chooser.strategies(best.sizes, best.regather, best.left_out, forced=forced)
+    chosen = chooser.strategies(best.sizes, best.regather, best.left_out, forced=forced, best=best)
     if chosen is None or chosen.cost > (0, best.cost[1] * (1 + INPUT_TOLERANCE)):
         return best
     return chosen

@@ -8,7 +8,7 @@ import pytest
 
 from hap.cluster import ClusterSpec
 from hap.rules.choices import Choices
-from hap.search import Pins, plan_graph
+from hap.search import Pins, masses, plan_graph
 from hap.search.limits import LIMITS
 from hap.search.masses import Masses
 from hap.search.prices import Facts
@@ -83,3 +83,17 @@ def test_below_the_plan_that_is_found(name: str, on: str) -> None:
 def test_where_one_host_has_most_of_the_power_nothing_is_asked() -> None:
     known, same = both_s(MODELS["mixer"], hosts((100, 1), (10, 1), network="1GB/s"))
     assert same == known
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_from_wherever_it_begins(name: str) -> None:
+    """The optimum where nothing may be spread is a beginning, not a choice; and so is another cluster's optimum."""
+    found, both = MODELS[name], Masses()
+    for on in ("8 x 2", "2 x 2, 4 x 1"):
+        facts = Facts(found.graph, found.strategies, CLUSTERS[on], "adamw")
+        known, rate = lower_bound(facts).seconds, masses._rate(facts)
+        assert rate is not None
+        from_nothing = masses._Program(facts, *rate).seconds
+        assert from_nothing is not None
+        assert both.bound_s(facts, 0.0) == pytest.approx(from_nothing, rel=1e-5)
+        assert both.bound_s(facts, known) == pytest.approx(max(known, from_nothing), rel=1e-5)

@@ -16,7 +16,10 @@ steps from the basis of the one before: bounds alone change, so that every basis
     ruled out   with U the best point's objective, L and d a part's bound and reduced costs: what is 0 and has L + d > U
 
 A part whose bound is not below U, to ``EXACT`` of it, is closed. No choice is below the least bound of all parts, open
-or closed.
+or closed. Of a large program that takes too long: there U is ``near`` enough if it is so near to the bound, for each
+relaxation that was solved; and where there is no U after ``DIVE`` relaxations one is looked for at any price: of the
+decision that mixes what is most unlike, of what it mixes the option that takes least is taken, until all are whole.
+Where relaxations take many steps, each ``STEPS`` of them count as one.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ INTEGRAL = 1e-6  # a value this close to 0 or 1 is 0 or 1
 EXACT = 1e-6  # of the objective: a part that can gain less is closed
 LEAST = 1e-5  # of a part's bound: a half is taken to rise by no less, so that the other one counts
 NEAR = 1e-3  # from whole: a rise for each 1 is not told from less
+DIVE = 50  # relaxations
+STEPS = 200  # of the simplex method: about what a relaxation takes
 NO_POINT = 0.1  # of a part's bound: a half without a point is taken to rise by so much, or to the best point
 RELAXED = seeded(lp_algorithm=DUAL, presolve=OFF)  # presolve would take longer than most solutions, and hide the basis
 
@@ -75,18 +80,17 @@ class Rises:
 @dataclass
 class Branches:
     """``stakes`` (V,): what each variable takes of the row that it takes most of, as a part of that row's limit. No
-    point that costs ``below`` or more is one. After ``most`` relaxations no further one is solved once the best point
-    is so ``near`` to the bound, relatively, or ``patience`` times as many are. ``check`` is called before every two of
-    them and may end the search by an exception. ``best`` is the best point met, and no choice is below the lesser of
-    its objective and ``bound``."""
+    point that costs ``below`` or more is one. After ``most`` relaxations no further one is solved. ``near``: of the
+    objective, for each relaxation: what is near enough; 0 where the best is asked for. ``check`` is called before every
+    two of them and may end the search by an exception. ``best`` is the best point met, and no choice is below the
+    lesser of its objective and ``bound``."""
 
     solver: KeptSolver
     decisions: Sequence[Decision]
     stakes: Array
     most: int
     below: float = np.inf
-    near: float = np.inf
-    patience: int = 1
+    near: float = 0.0
     check: Callable[[], None] = lambda: None
     best: Solution | None = None
     bound: float = np.inf
@@ -95,7 +99,7 @@ class Branches:
 
     def __post_init__(self) -> None:
         widest = max(len(d) for d in self.decisions)
-        self._rises = Rises(len(self.decisions))
+        self._rises, self._dived, self._steps = Rises(len(self.decisions)), False, 0
         self._options = np.array([np.pad(d, (0, widest - len(d)), mode="edge") for d in self.decisions])  # (D, options)
         self._are = np.arange(widest) < np.array([[len(d)] for d in self.decisions])
         self._takes = self.stakes[self._options]
@@ -105,13 +109,36 @@ class Branches:
         part: Part | None = root
         while part is not None and not self._is_enough(part):
             part = self._next(part)
+            if self.near and self.best is None and self._effort >= DIVE and not self._dived and part is not None:
+                self._dive(part)
         self.bound = self._least(part)
 
+    @property
+    def _effort(self) -> int:
+        """In relaxations."""
+        return max(self.solved, self._steps // STEPS) if self.near else self.solved
+
     def _is_enough(self, part: Part) -> bool:
-        if self.solved < self.most:
-            return False
-        near = self.best is not None and self.best.objective - self._least(part) <= self.near * self.best.objective
-        return near or self.solved >= self.most * self.patience
+        enough = self.near * self._effort
+        near = self.best is not None and self.best.objective - self._least(part) <= enough * abs(self.best.objective)
+        return self._effort >= self.most or (self.near > 0.0 and near)
+
+    def _dive(self, part: Part) -> None:
+        """A point of ``part``, if it is met by taking what takes least."""
+        self._dived, at = True, Part(part.upper, part.relaxed)
+        while not (whole := self._whole(at.relaxed.values)).all():
+            self.check()
+            x = np.where(self._are, at.relaxed.values[self._options], 0.0)
+            number = int(np.where(whole, -1.0, self._mixed(x)).argmax())
+            option = int(np.where(x[number] > INTEGRAL, self._takes[number], np.inf).argmin())
+            upper = at.upper.copy()
+            upper[self.decisions[number]] = 0.0
+            upper[self.decisions[number][option]] = 1.0
+            solved = self._part(upper, at.bound)
+            if solved is None or solved.bound >= self._worth:
+                return
+            at = solved
+        self.best = at.relaxed
 
     def _least(self, part: Part | None) -> float:
         """What no choice but the best is below, while ``part`` is next."""
@@ -171,7 +198,7 @@ class Branches:
     def _chosen(self, part: Part) -> tuple[int, int, float]:
         """The decision to branch on, its option with the largest value, and how unlike those are that are mixed."""
         x = np.where(self._are, part.relaxed.values[self._options], 0.0)
-        mixed = (x * np.abs(self._takes - (x * self._takes).sum(axis=1, keepdims=True))).sum(axis=1)
+        mixed = self._mixed(x)
         option, largest = x.argmax(axis=1), x.max(axis=1)
         stakes = mixed / np.maximum(2.0 * largest * (1.0 - largest), NEAR)
         enough = self._limit - part.bound
@@ -180,6 +207,11 @@ class Branches:
         worth[self._whole(part.relaxed.values)] = -1.0
         chosen = int(np.lexsort((-mixed.round(9), -worth.round(12)))[0])
         return chosen, int(self._options[chosen, option[chosen]]), float(stakes[chosen])
+
+    def _mixed(self, x: Array) -> Array:
+        """How unlike those options are that every decision mixes (D,): values (D, options)."""
+        mixed: Array = (x * np.abs(self._takes - (x * self._takes).sum(axis=1, keepdims=True))).sum(axis=1)
+        return mixed
 
     def _most_rise(self, part: Part) -> float:
         """What the bound of a half without a point is taken to have risen by."""
@@ -200,6 +232,7 @@ class Branches:
         self.solver.limit(upper)
         self.solved += 1
         relaxed = self.solver.solve(RELAXED, reduced=True)
+        self._steps += self.solver.steps
         if relaxed is not None and relaxed.is_optimal:
             return Part(upper, relaxed)
         if self.solver.ended != "infeasible":

@@ -314,7 +314,7 @@ def _solved(
     begin = None if start is None else with_rows(start, first, len(proto.linear_constraints.ids) - first)
     program = WarmProgram(proto, skeleton.decisions, stakes, check)
     found = program.solve(cost, start=begin, gap=gap, nodes=nodes, below=below)
-    if found is None and not program.is_empty:
+    if found is None and not program.is_empty and not program.is_given_up:
         found = solve_once(proto, HIGHS, branching(gap, nodes))
     return found if found is None or found.objective < below else None
 

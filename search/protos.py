@@ -64,6 +64,7 @@ class KeptSolver:
         self.upper = np.array(proto.variables.upper_bounds)
         self.basis: solution_pb2.BasisProto | None = None  # of the last solution of a linear program
         self.ended = ""  # in what state it was left last
+        self.steps = 0  # of the simplex method, then
         self.proved = -np.inf  # what no point was below then
         self._solver = solver.new(kind, proto, parameters_pb2.SolverInitializerProto())
 
@@ -109,6 +110,7 @@ class KeptSolver:
         result = self._solver.solve(parameters, wanted, None, registration, None, None)
         self.basis = next((s.basis for s in result.solutions if s.HasField("basis")), None)
         self.ended, self.proved = _reason(result), result.termination.objective_bounds.dual_bound
+        self.steps = result.solve_stats.simplex_iterations
         return _solution(result, self.width)
 
 

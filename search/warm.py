@@ -36,8 +36,8 @@ from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
 
 WORK = 4_000_000_000  # squared variables times relaxations of one program, before what is left is given to HiGHS
 LARGE = 100  # relaxations that come to more than that: what was left to HiGHS took it minutes where memory is full
-NEAR = 0.002  # to the bound: is enough for a large program after so many relaxations ...
-PATIENCE = 3  # ... and times as many are without it
+MOST = 300  # relaxations of a large one
+NEAR = 1e-4  # of its objective, for each relaxation that was solved: near enough to the bound
 
 
 class WarmProgram:
@@ -61,6 +61,7 @@ class WarmProgram:
         self.solver = KeptSolver(relaxed)
         self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
         self.is_empty = False  # whether what was asked last is proved to have no point
+        self.is_given_up = False  # whether none was met in time, and no more is to be asked
         self._asked: tuple[bytes, bytes, float, int, float] | None = None  # last
         self._found: Solution | None = None
 
@@ -90,7 +91,7 @@ class WarmProgram:
         self.solver.limit(upper)
         self.solver.minimise(cost)
         relaxed = self.solver.solve(_relaxed(below), reduced=True, start=start)
-        self.is_empty = self.solver.ended == "infeasible" or self._is_above(below)
+        self.is_empty, self.is_given_up = self.solver.ended == "infeasible" or self._is_above(below), False
         if relaxed is None or not relaxed.is_optimal:
             return None
         if relaxed.objective >= below:
@@ -102,7 +103,8 @@ class WarmProgram:
         kept = self.integers & ~between
         whole, branch = relaxed.values.round(), partial(self._branched, cost, branching(gap, nodes))
         found, bound = self._by_decisions(upper, relaxed, below)
-        if found is None and not self.is_empty:
+        self.is_given_up = bool(self.decisions) and found is None and self._is_large and below < np.inf
+        if found is None and not self.is_empty and not self.is_given_up:
             found = branch(np.where(kept, whole, self.lower), np.where(kept, whole, upper))
         if found is None:
             return None
@@ -133,9 +135,8 @@ class WarmProgram:
         if not self.decisions:
             return None, relaxed.objective
         assert self.stakes is not None
-        most = max(LARGE, WORK // len(upper) ** 2)
-        near, patience = (NEAR, PATIENCE) if self._is_large else (np.inf, 1)
-        tree = Branches(self.solver, self.decisions, self.stakes, most, below, near, patience, self.check)
+        most, near = (MOST, NEAR) if self._is_large else (WORK // len(upper) ** 2, 0.0)
+        tree = Branches(self.solver, self.decisions, self.stakes, most, below, near, self.check)
         tree.search(Part(upper, relaxed))
         self.is_empty = tree.best is None and tree.bound >= below
         return tree.best, tree.bound

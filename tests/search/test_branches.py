@@ -7,7 +7,7 @@ import pytest
 from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
 
 from hap.placement import GroupSizes
-from hap.search import warm
+from hap.search import branches, warm
 from hap.search.branches import RELAXED, Branches, Part, Rises
 from hap.search.milp import _device_rows, _is_too_much, _objective_ms, _priced, _stakes, choose
 from hap.search.pins import Pins
@@ -62,6 +62,11 @@ class Shop:
         solver = solver or KeptSolver(proto)
         relaxed = solver.solve(RELAXED, reduced=True)
         return solver, None if relaxed is None else Part(np.ones(len(self.cost)), relaxed)
+
+    def mixes(self) -> bool:
+        """Whether the relaxation does."""
+        _, root = self.rooted()
+        return root is not None and bool((np.abs(root.relaxed.values - root.relaxed.values.round()) > 0.01).any())
 
 
 def test_the_optimum_of_exhaustive_search() -> None:
@@ -147,8 +152,7 @@ def test_of_a_large_program_what_is_near_enough_is_taken(monkeypatch: pytest.Mon
     """And no other solver is asked if there is a point."""
     monkeypatch.setattr(warm, "WORK", 0)
     monkeypatch.setattr(warm, "LARGE", 1)
-    monkeypatch.setattr(warm, "NEAR", 0.2)
-    monkeypatch.setattr(warm, "PATIENCE", 100)
+    monkeypatch.setattr(warm, "NEAR", 0.02)
     monkeypatch.setattr(warm, "solve_once", None)
     near = 0
     for seed in range(60):
@@ -163,6 +167,50 @@ def test_of_a_large_program_what_is_near_enough_is_taken(monkeypatch: pytest.Mon
         assert found.status in ("optimal", "feasible")
         near += found.status == "feasible" and found.objective - found.bound <= 0.2 * found.objective
     assert near >= 5
+
+
+def test_where_no_point_is_met_in_time_one_is_looked_for_by_what_takes_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One dive, from where the search is then: it fits, and it is what the search goes on to better."""
+    monkeypatch.setattr(branches, "DIVE", 1)
+    met = 0
+    for seed in range(60):
+        shop = Shop(seed)
+        (solver, root), least = shop.rooted(), shop.least()
+        if root is None:
+            continue
+        tree = Branches(solver, shop.decisions, shop.stakes, 2, near=1e-9)
+        tree.search(root)
+        if tree.best is not None:
+            met += tree.solved > 2
+            assert (shop.held @ tree.best.values <= shop.limits + 1e-6).all()
+            assert tree.best.objective >= least * (1 - 1e-9) and tree.bound <= least * (1 + 1e-9)
+    assert met >= 30
+
+
+def test_many_steps_count_as_many_relaxations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(branches, "STEPS", 1)
+    monkeypatch.setattr(branches, "DIVE", np.inf)
+    for near, ends in ((0.0, False), (1e-9, True)):
+        shop = Shop(1)
+        solver, root = shop.rooted()
+        assert root is not None
+        tree = Branches(solver, shop.decisions, shop.stakes, 12, near=near)
+        tree.search(root)
+        assert (tree.solved < 12 and tree.best is None) == ends
+
+
+@pytest.mark.parametrize(("below", "asked"), [(1e9, 0), (np.inf, 1)])
+def test_of_a_large_program_the_other_solver_is_asked_at_any_price_only(
+    below: float, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "WORK", 0)
+    monkeypatch.setattr(warm, "MOST", 0)
+    calls = []
+    monkeypatch.setattr(warm, "solve_once", lambda *arguments: calls.append(arguments))
+    shop = next(shop for shop in map(Shop, range(60)) if shop.least() < np.inf and shop.mixes())
+    program = WarmProgram(shop.program(), shop.decisions, shop.stakes)
+    assert program.solve(shop.cost, below=below) is None
+    assert not program.is_empty and program.is_given_up == (below < np.inf) and len(calls) == asked
 
 
 class Failing(KeptSolver):

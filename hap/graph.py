@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 SOURCES = ("parameter", "buffer", "input", "tangent", "constant")
+CAST = "aten._to_copy.default"
 Phase = Literal["forward", "backward"]
 
 
@@ -99,7 +100,8 @@ class Graph:
     ``gradients`` maps each trainable parameter to the value of its gradient (tied parameters appear once, under their
     first name; ``tied`` maps every other name to it). ``updates`` maps mutated buffers to their new values.
     ``constants`` holds the small tensors that ``constant`` nodes refer to by name. ``output_paths`` is reserved for
-    outputs beside the loss.
+    outputs beside the loss. ``reduce_dtype``: what gradients are rounded to before they are final
+    (``hap.capture.narrow``); None: nothing was done to them.
     """
 
     name: str
@@ -109,6 +111,7 @@ class Graph:
     updates: Mapping[str, Value] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    reduce_dtype: torch.dtype | None = None
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:

@@ -25,11 +25,13 @@ from hap.capture.decompose import decompositions
 from hap.capture.experts import as_batched
 from hap.capture.inputs import StepInputs, input_paths, step_inputs
 from hap.capture.interpret import interpret, source_values
+from hap.capture.narrow import narrowed
 from hap.capture.state import model_state
 from hap.capture.step import Step, copy_with, frozen_loss
 from hap.capture.torch_private import Fakes, trace_joint
 from hap.errors import CaptureError
 from hap.graph import Graph, verify_graph
+from hap.reduce_dtype import ReduceDtype, read_reduce_dtype
 
 __all__ = ["capture", "capture_step", "input_paths", "interpret", "skeleton", "source_values"]
 
@@ -41,6 +43,7 @@ def capture(
     loss_fn: Callable[..., Any] | None = None,
     example_targets: Any = None,
     outputs: Sequence[str] = (),
+    reduce_dtype: ReduceDtype = None,
     name: str = "",
 ) -> Graph:
     """Capture one training step of ``model``.
@@ -50,7 +53,8 @@ def capture(
     The loss is ``loss_fn(output, *example_targets)`` if given, else ``output.loss``, ``output["loss"]``, the output
     itself or its first element: a scalar. ``outputs`` names further tensors to return, as paths into what the model
     returns (``logits``, ``hidden_states.3``, ``1``; ``output`` where it is one tensor); they are detached. Under
-    ``torch.autocast`` its casts are captured. The model is not changed and none of its tensors is read.
+    ``torch.autocast`` its casts are captured. ``reduce_dtype`` (bfloat16 or float16): gradients are rounded to it and
+    widened again (``hap.capture.narrow``). The model is not changed and none of its tensors is read.
 
     CaptureError, one line, when the step is not one static graph: values decide what runs, there is no scalar loss, an
     operator has no graph form, or the user's code raises; the message names the user's line and module.
@@ -58,9 +62,11 @@ def capture(
     name = name or type(model).__name__
     if example_targets is not None and loss_fn is None:
         raise CaptureError("example_targets needs a loss_fn to receive them")
-    return capture_step(
+    dtype = read_reduce_dtype(reduce_dtype)
+    graph = capture_step(
         model, step_inputs(example_inputs, example_targets), loss_fn=loss_fn, outputs=outputs, name=name
     )
+    return narrowed(graph, dtype)
 
 
 def capture_step(

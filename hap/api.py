@@ -18,6 +18,7 @@ import hap.errors
 from hap.batching import best_batches
 from hap.capture import capture
 from hap.capture.inputs import StepInputs, step_inputs
+from hap.capture.narrow import as_planned
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.codegen.passes.recompute import recompute_calls
@@ -32,6 +33,7 @@ from hap.mesh import check_mesh_plan, explained_mesh, host_program, host_source,
 from hap.mesh_plan import MeshPlan, load_plan, parse_plan
 from hap.plan import Plan
 from hap.recompile import Recompiler
+from hap.reduce_dtype import ReduceDtype
 from hap.rules.choices import choices
 from hap.rules.whole import find_forced
 from hap.run_record import VARIABLE as RECORD_VARIABLE
@@ -70,6 +72,7 @@ def plan(
     method: Method = "milp",
     leave_out: bool = False,
     gradient_accumulation_steps: int | Literal["best"] = 1,
+    reduce_dtype: ReduceDtype = None,
 ) -> Plan:
     """Plan one training step of ``model`` on ``cluster``, without GPUs, process group or weights (``meta`` will do).
 
@@ -89,13 +92,17 @@ def plan(
     steps, all but the last under ``program.no_sync()``; what is predicted is then of one batch, the mean over a step's.
     With ``best`` the example is what a step has in all, and the plan for the first so many rows of every tensor with as
     many as the first input has: as many batches (``plan.gradient_accumulation_steps``) as make the step shortest.
+    ``reduce_dtype``: ``torch.bfloat16`` or ``torch.float16``, in which gradients are exchanged, where they are wider.
+    Parameters, gradients and updates keep their dtype; what one device computes then is rounded alike.
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
     spec = _cluster(cluster, profile)
 
     def decide(inputs: Any, targets: Any, batches: int) -> Plan:
-        graph = capture(model, inputs, loss_fn=loss_fn, example_targets=targets, outputs=outputs)
+        graph = capture(
+            model, inputs, loss_fn=loss_fn, example_targets=targets, outputs=outputs, reduce_dtype=reduce_dtype
+        )
         return _decide(graph, spec, optimizer, pins, effort, budget_s, method, leave_out, batches)
 
     if gradient_accumulation_steps != "best":
@@ -144,6 +151,7 @@ def compile(
     device: torch.device | str | None = None,
     profile: ProfileLike | None = None,
     gradient_accumulation_steps: int = 1,
+    reduce_dtype: ReduceDtype = None,
     passes_off: Sequence[str] = (),
 ) -> HapProgram:
     """This rank's program for ``model``: an ``nn.Module`` that takes its share of a batch and returns the global loss.
@@ -153,7 +161,8 @@ def compile(
     ``cluster`` is given, this cluster, or what is left of it without the devices that the plan leaves out. Parameters
     start from rank 0's values of ``model``; a model on ``meta`` needs ``load_state_dict`` before the first step.
     ``device`` defaults to this rank's GPU under NCCL, else the CPU. ``passes_off`` names passes
-    (``hap.codegen.passes.runner``) to leave out, ``("bucket", "overlap")`` for one.
+    (``hap.codegen.passes.runner``) to leave out, ``("bucket", "overlap")`` for one. With ``plan`` gradients are
+    exchanged as it says, and a ``reduce_dtype`` must be its own.
     The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
     """
     if cluster is None and plan is None:
@@ -164,7 +173,14 @@ def compile(
         spec.check_world_size(comm.world_size)
     graph = _together(
         comm,
-        lambda: capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs),
+        lambda: capture(
+            model,
+            example_inputs,
+            loss_fn=loss_fn,
+            example_targets=example_targets,
+            outputs=outputs,
+            reduce_dtype=reduce_dtype,
+        ),
     )
     _agree(comm, "the model", graph.fingerprint)
     _agree(comm, "the plan", plan.checksum if isinstance(plan, (Plan, MeshPlan)) else None)
@@ -180,6 +196,7 @@ def compile(
 
     decided = parse_plan(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
     _agree(comm, "the plan", decided.checksum)
+    graph = as_planned(graph, decided.provenance)
     if isinstance(decided, MeshPlan):
         check_mesh_plan(decided, graph, spec, comm.world_size)
         outcome, sites = _together(comm, lambda: host_program(graph, decided, comm.rank, passes_off))
@@ -217,6 +234,7 @@ def python_source(
     """The program of ``plan`` as one Python file that runs under torchrun; of a plan of two axes that of ``host``'s
     ranks (by default the first's), to be read. PlanError if it is for another model, or has no such host."""
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
+    graph = as_planned(graph, plan.provenance)
     if isinstance(plan, MeshPlan):
         return host_source(graph, plan, host)
     if host is not None:
@@ -242,6 +260,7 @@ def simulate(
     ``cluster`` that the plan leaves out do not play.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
+    graph = as_planned(graph, plan.provenance)
     if isinstance(plan, MeshPlan):
         if profile is not None:
             raise PlanError("a plan of two axes was made from a description; play it without a profile")

@@ -11,6 +11,7 @@ from hap import api
 from hap.errors import HapError, InfeasibleError, PlanError
 from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
+from hap.reduce_dtype import ReduceDtype
 
 Mesh = Literal["flat", "hosts", "best"]
 
@@ -21,15 +22,20 @@ def plan_axes(
     cluster: api.Cluster,
     *,
     gradient_accumulation_steps: int | Literal["best"] = 1,
+    reduce_dtype: ReduceDtype = None,
     **given: Any,
 ) -> Plan | MeshPlan:
     """``hap.plan`` for ``flat``, ``hap.plan_mesh`` for ``hosts``, and for ``best`` of both plans the one with the
     shortest step as run, or the only one that there is. ``given``: the arguments that all of them take. The errors are
-    theirs, of ``best`` the first one's if there is no plan. On two axes a step has one batch."""
-    if gradient_accumulation_steps != 1:
-        if mesh == "hosts":
+    theirs, of ``best`` the first one's if there is no plan. On two axes a step has one batch, and gradients are
+    exchanged in their own dtype."""
+    if gradient_accumulation_steps != 1 or reduce_dtype is not None:
+        if mesh == "hosts" and gradient_accumulation_steps != 1:
             raise PlanError("a plan of two axes is for steps of one batch; plan on one axis")
-        return api.plan(model, cluster, gradient_accumulation_steps=gradient_accumulation_steps, **given)
+        if mesh == "hosts":
+            raise PlanError("on two axes gradients are exchanged in their own dtype; plan on one axis for reduce_dtype")
+        given |= {"gradient_accumulation_steps": gradient_accumulation_steps, "reduce_dtype": reduce_dtype}
+        return api.plan(model, cluster, **given)
     doors: dict[Mesh, list[Callable[..., Plan | MeshPlan]]] = {
         "flat": [api.plan],
         "hosts": [api.plan_mesh],

@@ -18,6 +18,7 @@ from hap.axes import Mesh, plan_axes
 from hap.errors import HapError
 from hap.mesh_plan import MeshPlan, load_plan
 from hap.plan import Plan
+from hap.reduce_dtype import ReduceName
 from hap.report.diff import diff
 from hap.report.facts import Facts
 from hap.report.words import counted, listed, quantity, seconds
@@ -135,6 +136,7 @@ class Entry(pydantic.BaseModel):
     leave_out: bool = False
     mesh: Mesh = "flat"
     gradient_accumulation_steps: int = pydantic.Field(default=1, ge=1)
+    reduce_dtype: ReduceName | None = None
     max_step_regression: float = pydantic.Field(default=0.02, ge=0)
     max_memory_regression: float = pydantic.Field(default=0.0, ge=0)
 
@@ -191,6 +193,7 @@ def _check(folder: Path, name: str, entry: Entry, update: bool) -> Result:
         effort=entry.effort,
         leave_out=entry.leave_out,
         gradient_accumulation_steps=entry.gradient_accumulation_steps,
+        reduce_dtype=entry.reduce_dtype,
     )
     if update:
         found.save(golden_path)

@@ -25,6 +25,7 @@ from hap.errors import PlanError
 from hap.graph import Value
 from hap.placement import GroupSizes, Placement, Shard, parse_placement
 from hap.plan_file import SCHEMA_VERSION
+from hap.reduce_dtype import ReduceName
 
 Collective = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice"]
 
@@ -127,6 +128,14 @@ class Provenance(_Frozen):
     solver: dict[str, Any] = {}
     assumptions: tuple[str, ...] = ()
     profile_fingerprint: str | None = None  # of the measurements that the predictions rest on
+    reduce_dtype: ReduceName | None = None  # of exchanged gradients; not in the file if their own
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        body: dict[str, Any] = serialize(self)
+        if self.reduce_dtype is None:
+            body.pop("reduce_dtype", None)
+        return body
 
     def check_model(self, name: str, fingerprint: str) -> None:
         """PlanError unless the plan was made for this model."""

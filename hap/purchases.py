@@ -17,6 +17,7 @@ from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.errors import ClusterError, InfeasibleError
 from hap.gpus import find_gpu, suggest
+from hap.reduce_dtype import ReduceDtype
 from hap.report.explanation import cluster_body
 from hap.report.words import quantity, seconds, table
 from hap.rules.choices import batch_size, choices
@@ -84,13 +85,21 @@ def compare(
     optimizer: str,
     effort: Effort,
     batches: int = 1,
+    reduce_dtype: ReduceDtype = None,
 ) -> Ranking:
-    """Plan every variant, for steps of so many batches. ClusterError for a change that makes no sense."""
+    """Plan every variant, for steps of so many batches, with gradients exchanged in this dtype. ClusterError for a
+    change that makes no sense."""
     variants = [(NOW, cluster)]
     variants += [(_words(change), changed(cluster, [change])) for change in changes]
     if len(changes) > 1:
         variants.append((ALL, changed(cluster, changes)))
-    graph = capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
+    graph = capture(
+        built.model,
+        built.example_inputs,
+        loss_fn=built.loss_fn,
+        example_targets=built.example_targets,
+        reduce_dtype=reduce_dtype,
+    )
     found, batch = choices(graph), batch_size(graph)
     judged = []
     for name, spec in variants:

@@ -10,6 +10,7 @@ import torch
 from hap.capture import capture_step, skeleton
 from hap.capture.autocast import Autocast
 from hap.capture.inputs import StepInputs
+from hap.capture.narrow import narrowed
 from hap.carry import carry_over
 from hap.codegen.lowering import lower
 from hap.codegen.program import Program
@@ -41,4 +42,5 @@ class Recompiler:
         model = self._model if training == self._training else skeleton(self._model).train(training)
         with self._autocast.again():
             graph = capture_step(model, example, loss_fn=self._loss_fn, outputs=self._outputs, name=self._graph.name)
+        graph = narrowed(graph, self._graph.reduce_dtype)
         return lower(graph, carry_over(self._plan, self._graph, graph))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hap.cluster import ClusterSpec
     from hap.mesh_plan import MeshPlan
     from hap.plan import Plan
+    from hap.reduce_dtype import ReduceDtype
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +55,7 @@ class HapPlan:
         effort: Literal["quick", "normal", "thorough"] = "normal",
         mesh: Mesh = "flat",
         gradient_accumulation_steps: int = 1,
+        reduce_dtype: ReduceDtype = None,
         max_step_regression: float = 0.02,
         max_memory_regression: float = 0.0,
         name: str | None = None,
@@ -79,6 +81,7 @@ class HapPlan:
             optimizer=optimizer,
             effort=effort,
             gradient_accumulation_steps=gradient_accumulation_steps,
+            reduce_dtype=reduce_dtype,
         )
         if golden is None:
             path.parent.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from hap.cost_models.collective_nccl import priced_by
 from hap.cost_models.evaluate import Evaluation
 from hap.placement import GroupSizes
 from hap.plan import GroupPlan, Plan, Provenance, Recomputed, Strategy, verify_plan
+from hap.reduce_dtype import reduce_name
 from hap.rules.choices import Choices
 from hap.rules.table import rules_fingerprint
 from hap.search.subsets import Advice, LeftOut
@@ -72,6 +73,7 @@ def assemble_plan(
             optimizer=optimizer,
             solver={**solver, **left_out},
             assumptions=(*ASSUMPTIONS, *priced_by(cluster)),
+            reduce_dtype=reduce_name(graph.reduce_dtype),
         ),
         groups={
             name: GroupPlan(n=groups[name].n, label=groups[name].label, sizes=tuple(sizes[name]))

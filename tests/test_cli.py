@@ -30,6 +30,7 @@ SURFACE = {
             "--optimizer",
             "--effort",
             "--gradient-accumulation-steps",
+            "--reduce-dtype",
             "--budget-s",
             "--method",
             "--leave-out",
@@ -249,6 +250,30 @@ def test_a_plan_for_steps_of_several_batches_says_so_everywhere(
         "'", "&#x27;"
     )
     assert invoke(capfd, *made, "best")[0] == 0 and 8 % Plan.load(path).gradient_accumulation_steps == 0
+
+
+def test_a_plan_whose_gradients_travel_in_another_dtype_says_so_everywhere_and_needs_not_be_told_again(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(TWO)
+    path, plain = f"{tmp_path}/x.plan.json", f"{tmp_path}/plain.plan.json"
+    model = [f"{script}:build", "-c", f"{tmp_path}/c.yaml"]
+    assert invoke(capfd, "plan", *model, "-o", plain)[0] == 0 and "reduce_dtype" not in Path(plain).read_text()
+    code, out, _ = invoke(capfd, "plan", *model, "-o", path, "--reduce-dtype", "bfloat16")
+    assert code == 0 and "gradients are exchanged in bfloat16" in out
+    assert Plan.load(path).provenance.reduce_dtype == "bfloat16"
+    code, out, _ = invoke(capfd, "explain", path)
+    assert code == 0 and "Gradients are exchanged in bfloat16." in out
+    code, out, _ = invoke(capfd, "diff", plain, path)
+    assert code == 0 and "gradients are exchanged in their own dtype; now in bfloat16" in out
+    code, out, _ = invoke(capfd, "program", path, f"{script}:build")
+    assert code == 0 and "torch.bfloat16" in out
+    assert invoke(capfd, "simulate", path, *model)[0] == 0
+    assert invoke(capfd, "explain", path, f"{script}:build", "--node", "0.weight")[0] == 0
+    changed = ["plan", *model, "--without", "small", "--reduce-dtype", "bfloat16"]
+    assert invoke(capfd, *changed)[0] == 0
+    code, _, err = invoke(capfd, "plan", *model, "--mesh", "hosts", "--reduce-dtype", "float16")
+    assert code and "on two axes gradients are exchanged in their own dtype" in err
 
 
 def test_a_plan_of_two_axes_is_made_explained_written_and_run(

@@ -51,6 +51,10 @@ def plan(
             help="Batches of a step, whose gradients are added up; best: as many parts of the batch as are fastest.",
         ),
     ] = "1",
+    reduce_dtype: Annotated[
+        Literal["bfloat16", "float16"] | None,
+        typer.Option("--reduce-dtype", help="Exchange gradients in this dtype; they and updates keep their own."),
+    ] = None,
     mesh: Annotated[
         Literal["flat", "hosts", "best"],
         typer.Option(help="One axis over all devices; two, between hosts and inside each; or the faster of both."),
@@ -83,6 +87,8 @@ def plan(
     optimizer steps, all but the last under program.no_sync(); times are of one batch, the mean over a step's. With best
     the batch is what a step has in all, and the plan says in how many parts it is fastest.
 
+    With --reduce-dtype bfloat16 half as much travels for gradients of float32, each rounded to three digits on the way.
+
     With --mesh hosts the batch is dealt out between the hosts, and each host's part is planned for its devices: worth
     its while where the batch is large and hosts hold several devices. --mesh best plans both and takes the faster.
 
@@ -111,7 +117,9 @@ def plan(
         from hap.purchases import compare
 
         with shared.working("planning every variant"):
-            ranking = compare(built, spec, changes, optimizer=optimizer, effort=effort, batches=batches)
+            ranking = compare(
+                built, spec, changes, optimizer=optimizer, effort=effort, batches=batches, reduce_dtype=reduce_dtype
+            )
         shared.print_json(ranking.to_json()) if as_json else print(ranking)
         return
     from hap.axes import plan_axes
@@ -128,6 +136,7 @@ def plan(
             effort=effort,
             leave_out=leave_out,
             gradient_accumulation_steps=batches,
+            reduce_dtype=reduce_dtype,
             **of_one_axis,
         )
     from hap.mesh_plan import MeshPlan

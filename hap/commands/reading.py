@@ -62,6 +62,7 @@ def explain(
 
 def _explain_node(plan: Plan, built: BuiltModel, name: str, as_json: bool) -> None:
     from hap.capture import capture
+    from hap.capture.narrow import as_planned
     from hap.errors import PlanError
     from hap.report.facts import Facts
     from hap.report.node import explain_node, find_node
@@ -69,6 +70,7 @@ def _explain_node(plan: Plan, built: BuiltModel, name: str, as_json: bool) -> No
 
     with shared.working("capturing the model"):
         graph = capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
+    graph = as_planned(graph, plan.provenance)
     if graph.fingerprint != plan.provenance.model_fingerprint:
         raise PlanError("the plan is for another model, or other shapes; name the model as it was planned")
     cluster = Facts(plan).cluster

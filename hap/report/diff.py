@@ -167,6 +167,9 @@ def _of_one_axis(a: Plan, b: Plan) -> Iterator[str]:
         yield f"computed again in the backward pass: {_repeated(a)}; now {_repeated(b)}"
     if a.gradient_accumulation_steps != b.gradient_accumulation_steps:
         yield f"batches of a step: {a.gradient_accumulation_steps}; now {b.gradient_accumulation_steps}"
+    if a.provenance.reduce_dtype != b.provenance.reduce_dtype:
+        old, now = (plan.provenance.reduce_dtype or "their own dtype" for plan in (a, b))
+        yield f"gradients are exchanged in {old}; now in {now}"
     if a.devices != b.devices:
         gone = [d for d in a.devices if d not in b.devices]
         new = [d for d in b.devices if d not in a.devices]

@@ -56,6 +56,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
     if predicted.overlapped_s is not None and predicted.step_s > 1.005 * step:
         plain = seconds(predicted.step_s)
         yield f"That is with collectives bundled and sent beside compute; with nothing overlapped it would be {plain}."
+    if made.reduce_dtype is not None:
+        yield f"Gradients are exchanged in {made.reduce_dtype}."
     if repeated := what_is_repeated(plan):
         yield f"{repeated[0].upper()}{repeated[1:]}."
     if ended := how_it_ended(plan):

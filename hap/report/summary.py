@@ -113,6 +113,8 @@ def _headline(plan: Plan) -> Iterator[str]:
     )
     if (batches := plan.gradient_accumulation_steps) > 1:
         yield f"a step has {batches} batches, whose gradients are added up; times are of one batch, their mean"
+    if made.reduce_dtype is not None:
+        yield f"gradients are exchanged in {made.reduce_dtype}"
     proof = ""
     if predicted.gap is not None and predicted.lower_bound_s is not None:
         bound = seconds(predicted.lower_bound_s)

@@ -13,6 +13,7 @@ from hap.graph import Graph, Node
 from hap.order import repeats
 from hap.placement import PARTIAL, Placement, Shard, Sizes
 from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance, Recomputed, Strategy
+from hap.reduce_dtype import reduce_name
 from hap.rules.choices import Choices, replicated
 
 FIRST = {"all_gather": "all_to_all", "all_reduce": "ring", "reduce_scatter": "all_to_all_sum"}
@@ -137,6 +138,7 @@ def make_plan(
             hap_version=hap.__version__,
             torch_version=torch.__version__,
             optimizer="adamw",
+            reduce_dtype=reduce_name(graph.reduce_dtype),
         ),
         groups={
             name: GroupPlan(n=group.n, label=group.label, sizes=sizes[name]) for name, group in choices.groups.items()

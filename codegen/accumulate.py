@@ -2,8 +2,9 @@
 
 A gradient is *deferred* if ranks exchange what each has of it, mostly to sum it, and there is nothing but linear calls
 between that and the gradient (``hap.deferral``). As an exchange is linear, too, what ranks have of several batches may
-be added up before it. What the exchanges read, and the calls behind them, is *local*. Other backward parts are
-made from a program's, after its passes:
+be added up before it. What the exchanges read, and the calls behind them, is *local*. A cast that rounds a gradient for
+its exchange (``hap.capture.narrow``) goes with the exchange: batches are added up as they were, and rounded once. Other
+backward parts are made from a program's, after its passes:
 
     first      everything but the deferred gradients' exchanges and what follows them; hands out what is local
     further    the same; hands it out added to what earlier batches left
@@ -16,7 +17,7 @@ made from a program's, after its passes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,7 +25,7 @@ import torch
 
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, converts
 from hap.deferral import is_linear
-from hap.graph import Value, map_values
+from hap.graph import CAST, Value, map_values
 
 Member = Call | Convert
 
@@ -104,7 +105,7 @@ class Accumulation:
 
     def _rounded(self, name: str, total: str) -> list[Call]:
         """``total``, of ``name``, in that one's dtype, which the exchange is for, if it has another."""
-        dtype = self.program.held[name].meta.dtype
+        dtype = _dtype(self.program, name)
         if dtype == self.local[name]:
             return []
         rounded = _fresh(f"{name}_rounded", self.program.held)
@@ -144,12 +145,29 @@ def find_accumulation(program: Program) -> Accumulation:
         if name in leads_to and _is_linear(member) and (_exchanges(member) or not behind.isdisjoint(member.inputs)):
             behind.add(name)
             local |= {n: leads_to[name] for n in member.inputs if n not in behind}
+    for cast in _rounding(program, members, behind, local):
+        behind.add(_made(cast))
+        local[cast.inputs[0]] = local.pop(_made(cast))
     return Accumulation(program, frozenset(behind), local)
+
+
+def _rounding(
+    program: Program, members: Sequence[Member], behind: Collection[str], local: Mapping[str, torch.dtype]
+) -> tuple[Call, ...]:
+    """The casts that make what is local of what has the dtype in which batches are added up, for exchanges alone."""
+    others = {name for m in members if _made(m) not in behind for name in m.inputs}
+    casts = {_made(m): m for m in members if isinstance(m, Call) and m.op == CAST}
+    found = (casts[name] for name in local if name in casts and name not in others)
+    return tuple(c for c in found if _dtype(program, c.inputs[0]) == local[_made(c)] and c.inputs[0] not in local)
+
+
+def _dtype(program: Program, name: str) -> torch.dtype:
+    return program.held[name].meta.dtype
 
 
 def _made_into_gradients(program: Program, members: Sequence[Member]) -> dict[str, torch.dtype]:
     """Names of which nothing but gradients is made, by linear calls and conversions alone; with a gradient's dtype."""
-    gradients = {name: program.held[name].meta.dtype for name in program.gradients.values()}
+    gradients = {name: _dtype(program, name) for name in program.gradients.values()}
     found, readers = dict[str, torch.dtype](), dict[str, list[Member]]()
     for member in reversed(members):
         for name in (n for n in member.outputs if n is not None):

@@ -9,7 +9,9 @@ which there are as many as tokens, and not as many as words.
     gradient = A + B,  P + P -> P, then P -> home         the sum
     A: P -> X when it is there;  what B reads is gathered, or exchanged, so that B is made in X;  X + X -> X   (terms)
 
-for every X in which the terms may be added and B be made, and with the parameter as it lies or in X. In shards it is
+for every X in which the terms may be added and B be made, and with the parameter as it lies or in X. Where terms are
+rounded before they are added, and the sum is widened behind it (``hap.capture.narrow``), all that lies in X, too; of B
+is sent what its maker reads, in whatever dtype that is. In shards it is
 gathered for both of its readers once, and the first one, the first call of the forward pass, waits for all of it.
 Taken apart, that reader computes with the shards, and what it makes is exchanged; for the other one the parameter is
 gathered beside the forward pass.
@@ -24,12 +26,12 @@ shortest as run is taken.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hap.conversion import collective_kind
 from hap.cost_models.work import is_view
-from hap.graph import Node, Value
+from hap.graph import CAST, Graph, Node, Value
 from hap.placement import PARTIAL, REPLICATE, GroupSizes, Partial, Placement, Shard
 from hap.plan import Strategy
 from hap.search.changed import changed, sizes_with
@@ -64,7 +66,7 @@ def _terms(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterato
     graph, candidates = problem.choices.graph, problem.facts.candidates
     if node.target not in graph.gradients:
         return
-    value = graph.gradients[node.target]
+    value, widened = _uncast(graph, graph.gradients[node.target])
     adds, home = graph.by_name[value.node], best.strategies[node.name].outputs[0]
     now = best.strategies[adds.name]
     if len(adds.inputs) < 2 or {*now.inputs, *now.outputs} != {PARTIAL}:
@@ -76,18 +78,44 @@ def _terms(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterato
         (to, *others) = {*option.inputs, *option.outputs}
         if others or to is None or isinstance(to, Partial):
             continue
+        if (passing := _passing(problem, widened, to)) is None:
+            continue
         for term in adds.inputs:
             for made in _made_in(problem, best, term, to):
                 for placed in candidates[node.name]:
                     if placed.outputs[0] in (to, home):
-                        yield {adds.name: option, term.node: made, node.name: placed}
+                        yield {adds.name: option, **made, **passing, node.name: placed}
 
 
-def _made_in(problem: Problem, best: Found, term: Value, to: Placement) -> Iterator[Strategy]:
+def _uncast(graph: Graph, value: Value) -> tuple[Value, tuple[Node, ...]]:
+    """What a value is a cast of, through casts that alone read what they read; with them."""
+    casts: list[Node] = []
+    while (node := graph.by_name[value.node]).op == CAST and len(graph.users[node.inputs[0]]) == 1:
+        casts.append(node)
+        value = node.inputs[0]
+    return value, tuple(casts)
+
+
+def _passing(problem: Problem, casts: Sequence[Node], placement: Placement) -> dict[str, Strategy] | None:
+    """The strategies with which casts take and give this, if all of them can."""
+    found = dict[str, Strategy]()
+    for node in casts:
+        for option in problem.facts.candidates[node.name]:
+            if option.inputs == option.outputs == (placement,):
+                found[node.name] = option
+    return found if len(found) == len(casts) else None
+
+
+def _made_in(problem: Problem, best: Found, term: Value, to: Placement) -> Iterator[Mapping[str, Strategy]]:
     """The strategies by which a partial sum that nobody else reads is made in another placement, if to send what it is
     made of takes less than to send it."""
-    graph, maker = problem.choices.graph, problem.choices.graph.by_name[term.node]
-    if maker.is_source or is_view(maker) or len(maker.outputs) > 1 or len(graph.users.get(term, ())) > 1:
+    graph = problem.choices.graph
+    made, casts = _uncast(graph, term)
+    maker = graph.by_name[made.node]
+    passing = _passing(problem, casts, to)
+    if maker.is_source or is_view(maker) or len(maker.outputs) > 1 or len(graph.users.get(made, ())) > 1:
+        return
+    if passing is None:
         return
     for option in problem.facts.candidates[maker.name]:
         if option.outputs[0] != to:
@@ -95,7 +123,7 @@ def _made_in(problem: Problem, best: Found, term: Value, to: Placement) -> Itera
         sizes = sizes_with(problem, best, {**best.strategies, maker.name: option})
         sent_s = _sent_s(problem, best, sizes, maker, option)
         if sent_s < _seconds(problem, sizes, term, PARTIAL, to):
-            yield option
+            yield {maker.name: option, **passing}
 
 
 def _reads(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterator[Mapping[str, Strategy]]:

@@ -15,9 +15,9 @@ of alike layers, are gone through once, those with most bytes first:
     keep whatever is the shortest so far; end after ``PATIENCE`` kinds that were worth nothing
 
 A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
-summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from. Views on the way
-take what comes as it is. Asked where the wire has something to do and the step as run is longer than all that it sends,
-and than the compute of the busiest rank.
+summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from. Views and casts on
+the way take what comes as it is, and the sum is made of what a last cast widens. Asked where the wire has something to
+do and the step as run is longer than all that it sends, and than the compute of the busiest rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hap.cost_models.work import is_view
-from hap.graph import Graph, Node, Value
+from hap.graph import CAST, Graph, Node, Value
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
 from hap.search.assemble import used_groups
@@ -120,7 +120,12 @@ def _turned(problem: Problem, best: Found, node: Node) -> Mapping[str, Strategy]
     graph, candidates = problem.choices.graph, problem.facts.candidates
     value, found = graph.gradients[node.target], dict[str, Strategy | None]()
     maker = graph.by_name[value.node]
-    while is_view(maker):
+    widened = maker if _widens(graph, maker) else None
+    if widened is not None:
+        value = widened.inputs[0]
+        maker = graph.by_name[value.node]
+    sent = graph.meta(value).nbytes
+    while is_view(maker) or maker.op == CAST:
         found[maker.name] = _passing(candidates[maker.name], PARTIAL)
         value = maker.inputs[0]
         maker = graph.by_name[value.node]
@@ -131,27 +136,34 @@ def _turned(problem: Problem, best: Found, node: Node) -> Mapping[str, Strategy]
             found[reader.name] = _passing(candidates[reader.name], REPLICATE)
         elif best.strategies[reader.name].inputs[place] != REPLICATE:
             return None
+    in_shards = isinstance(best.strategies[node.name].outputs[0], Shard)
+    home = REPLICATE if in_shards else _cheapest(problem, best, node, sent)
+    if widened is not None and home is not None:
+        found[widened.name] = _passing(candidates[widened.name], home)
     if None in found.values():
         return None
-    home = REPLICATE if isinstance(best.strategies[node.name].outputs[0], Shard) else _cheapest(problem, best, node)
     option = next((s for s in candidates[node.name] if s.outputs[0] == home), None)
     return None if option is None else {node.name: option, **{name: s for name, s in found.items() if s is not None}}
 
 
+def _widens(graph: Graph, node: Node) -> bool:
+    return node.op == CAST and graph.meta(node.inputs[0]).nbytes < node.meta.nbytes
+
+
 def _passing(options: Sequence[Strategy], placement: Placement) -> Strategy | None:
-    """A view's strategy that takes and gives this."""
+    """A view's or a cast's strategy that takes and gives this."""
     return next((s for s in options if s.inputs == (placement,) and set(s.outputs) == {placement}), None)
 
 
-def _cheapest(problem: Problem, best: Found, node: Node) -> Shard | None:
-    """The shards of a parameter into which a sum takes least, and from which a gather does, together."""
+def _cheapest(problem: Problem, best: Found, node: Node, summed: int) -> Shard | None:
+    """The shards of a parameter into which a sum of so many bytes takes least, and a gather from them, together."""
     forms, used = problem.facts.evaluator.forms, frozenset(used_groups(best.strategies.values()))
     priced: list[tuple[float, int, Shard]] = []
     for i, option in enumerate(problem.facts.candidates[node.name]):
         placement = option.outputs[0]
         if isinstance(placement, Shard):
             sizes = {placement.group: sizes_of(problem, best, placement.group, used)}
-            _, sum_s = forms.best("reduce_scatter", node.meta.nbytes, PARTIAL, placement, sizes)
+            _, sum_s = forms.best("reduce_scatter", summed, PARTIAL, placement, sizes)
             _, gather_s = forms.best("all_gather", node.meta.nbytes, placement, REPLICATE, sizes)
             priced.append((sum_s + gather_s, i, placement))
     return min(priced)[2] if priced else None

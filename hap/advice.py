@@ -2,7 +2,7 @@
 
 The ways are those of the literature on communication that a planner can judge (survey: arXiv 2404.06114, sections III
 to VI), in three classes (acco.md 4.1): what one device would compute, too; the same but for rounding; a larger batch,
-which is other training. What another class would take, compressed gradients or stale ones, is not among them but for
+which is other training. What another class would take, compressed further or stale, is not among them but for
 ``hap.Acco``, which no plan predicts. Better hardware is at the end.
 """
 
@@ -19,11 +19,13 @@ from hap import api
 from hap.build import BuiltModel
 from hap.capture import capture
 from hap.capture.inputs import step_inputs
+from hap.capture.narrow import narrowed
 from hap.cluster import ClusterSpec
 from hap.errors import HapError
 from hap.graph import Graph
 from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
+from hap.reduce_dtype import REDUCE_DTYPES, ReduceName
 from hap.report.words import quantity, table
 from hap.search.planner import Effort
 from hap.starting import in_words, left_out
@@ -33,6 +35,7 @@ Trains = Literal["the same", "the same, rounded", "larger batches", "the same, o
 NOW = "as it is"
 LARGER = 4  # batches of a step
 LOWER = (torch.bfloat16, torch.float16)
+NARROW: ReduceName = "bfloat16"
 HELPS = 3  # changes of hardware that are told of
 WORTH = 0.01  # a gain below is none
 
@@ -144,6 +147,7 @@ class _Adviser:
         yield "the batch in parts", "the same", lambda: self.in_parts(False)
         yield "the batch in parts, slow devices left out", "the same", lambda: self.in_parts(True)
         yield "two axes", "the same", self.two_axes
+        yield f"gradients in {NARROW}", "the same, rounded", self.narrow_gradients
         yield "autocast", "the same, rounded", self.lower_precision
         yield f"{LARGER} batches a step", "larger batches", self.larger_batch
 
@@ -181,6 +185,12 @@ class _Adviser:
             raise _Nothing("there is one host")
         plan = api.plan_mesh(self.built.model, self.cluster, **self._given)
         return [self._option("two axes", "the same", "hap plan --mesh hosts", plan)]
+
+    def narrow_gradients(self) -> list[Option]:
+        if narrowed(self.graph, REDUCE_DTYPES[NARROW]).gradients == self.graph.gradients:
+            raise _Nothing("no gradient is wider")
+        plan, how = self._plan(reduce_dtype=NARROW), f"hap plan --reduce-dtype {NARROW}"
+        return [self._option(f"gradients exchanged in {NARROW}", "the same, rounded", how, plan)]
 
     def lower_precision(self) -> list[Option]:
         dtype, kind = self.lower, "cuda" if self.cluster.backend == "nccl" else "cpu"

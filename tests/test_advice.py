@@ -51,7 +51,8 @@ def test_the_slow_device_is_advised_against() -> None:
     kinds = {o.name: o.trains for o in found.options}
     assert kinds["bfloat16 autocast"] == "the same, rounded" and kinds["4 batches a step"] == "larger batches"
     assert sum(o.trains == "the same, on other hardware" for o in found.options) <= HELPS
-    assert told[0] == NOW and len(told) == 7
+    assert kinds["gradients exchanged in bfloat16"] == "the same, rounded"
+    assert told[0] == NOW and len(told) == 8
     assert {o.name: o.why_not for o in found.options if o.samples_per_s is None} == {
         "the batch in parts": "whole it is fastest",
         "the batch in parts, slow devices left out": "whole it is fastest",
@@ -91,6 +92,14 @@ def test_ways_that_are_none_here_are_told_with_the_reason() -> None:
     assert told["slow devices left out"] == ("the same", "no device is better left out")
     assert told["autocast"] == ("the same, rounded", "not all devices are described with bfloat16 or float16")
     assert all(reason in str(found) for _, reason in told.values())
+
+
+def test_gradients_that_are_narrow_already_are_exchanged_as_they_are() -> None:
+    built = net()
+    built.model.bfloat16()
+    narrow = BuiltModel(built.model, (built.example_inputs[0].bfloat16(),), built.example_targets, built.loss_fn)
+    found = advise(narrow, ClusterSpec.from_yaml(TWO), effort="quick")
+    assert {o.name: o.why_not for o in found.options}["gradients in bfloat16"] == "no gradient is wider"
 
 
 def test_what_fits_in_no_way_is_refused() -> None:

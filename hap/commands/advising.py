@@ -26,8 +26,8 @@ def advise(
     """Say what would make training faster, and how much.
 
     Every way that goes with this model and cluster is planned and put beside a plain plan: slow devices left out, the
-    batch in parts, two axes, lower precision, larger batches, better hardware. The table says what each trains: what
-    one device would, too, the same but for rounding, or something else.
+    batch in parts, two axes, gradients in bfloat16, lower precision, larger batches, better hardware. The table says
+    what each trains: what one device would, too, the same but for rounding, or something else.
 
     Example:  hap advise train.py:build --cluster cluster.yaml
 

@@ -141,13 +141,13 @@ def test_pinned_parameters_stay_where_they_are(ways: Ways, pins: Pins) -> None:
 TOY: ClusterSpec = cluster((0.01, "1GB"), (0.005, "1GB"), (0.002, "1GB"), network="1GB/s", memory_bandwidth="1GB/s")
 
 
-def plans(found: Choices, target: str, ways: Ways, pins: Mapping[str, str]) -> list[Plan]:
+def plans(found: Choices, target: str, ways: Ways, pins: Mapping[str, str], on: ClusterSpec = TOY) -> list[Plan]:
     """All ways to serve a parameter's readers apart, from a plan that keeps it whole."""
     whole = Pins(placements={"*": "R", **pins})
-    best = Search(Problem.state(found, TOY, "adamw", whole), LIMITS["quick"]).run()
-    problem, made = Problem.state(found, TOY, "adamw", Pins()), []
+    best = Search(Problem.state(found, on, "adamw", whole), LIMITS["quick"]).run()
+    problem, made = Problem.state(found, on, "adamw", Pins()), []
     for strategies in ways(problem, best, words(found.graph, target), 0.0):
-        made.append(plan_of(found, TOY, changed(problem, best, strategies)))
+        made.append(plan_of(found, on, changed(problem, best, strategies)))
     return made
 
 

@@ -202,11 +202,13 @@ def described(name: str, call_s: float, slowdowns: Sequence[float]) -> ClusterSp
     return ClusterSpec.model_validate(spec.model_copy(update={"hosts": hosts}).model_dump(exclude_none=True))
 
 
-def profiled(name: str, call_s: float, models: Sequence[str], optimizer: str = "adamw") -> CalibratedCluster:
+def profiled(
+    name: str, call_s: float, models: Sequence[str], optimizer: str = "adamw", reduce_dtype: str | None = None
+) -> CalibratedCluster:
     """What a user would do first: measure the cluster, with the calls of what is to be trained."""
     with Testbed(cluster(name)) as bed:
         spec = described(name, call_s, [r.slowdown for r in bed.layout.ranks])
-        text = bed.run(calibrate, spec.to_yaml(), models, optimizer, timeout=300.0)[0]
+        text = bed.run(calibrate, spec.to_yaml(), models, optimizer, reduce_dtype, timeout=300.0)[0]
     return Profile.model_validate_json(text).calibrate(spec)
 
 

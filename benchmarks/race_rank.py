@@ -52,14 +52,21 @@ class Result(NamedTuple):
     losses: tuple[float, ...]
 
 
-def calibrate(rank: int, cluster: str, models: Sequence[str], optimizer: str = "adamw") -> str:
+def calibrate(
+    rank: int, cluster: str, models: Sequence[str], optimizer: str = "adamw", reduce_dtype: str | None = None
+) -> str:
     """The profile's JSON of the cluster (given as YAML), measured on the bed with the models' calls."""
     torch.set_num_threads(1)
     graphs = []
     for name in models:
         built = build(name)
         graph = capture(
-            built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets, name=name
+            built.model,
+            built.example_inputs,
+            loss_fn=built.loss_fn,
+            example_targets=built.example_targets,
+            reduce_dtype=reduce_dtype,
+            name=name,
         )
         graphs.append((graph, choices(graph).strategies))
     spec, comm = ClusterSpec.from_yaml(cluster), Communicator(dist.group.WORLD)

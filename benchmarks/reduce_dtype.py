@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(NAME, "Gradients exchanged in bfloat16 or in their own dtype.", argv, parser)
     report = Report(NAME, "Gradients exchanged in bfloat16, or in float32", options)
     models = MODELS[:1] if options.quick else MODELS
-    rounds, call_s = options.extra.rounds or (2 if options.quick else 4), measure_host().launch_s
+    rounds, call_s = options.extra.rounds or (1 if options.quick else 4), measure_host().launch_s
     sessions = 1 if options.quick else SESSIONS
     rows = []
     for name in chosen(options.extra.clusters, CLUSTERS, CASES[:1] if options.quick else CASES):

@@ -21,8 +21,10 @@ from torch import nn
 import hap
 from hap.capture import capture, interpret, source_values
 from hap.capture.narrow import narrowed
+from hap.cluster import ClusterSpec
 from hap.codegen.accumulate import find_accumulation
 from hap.codegen.lowering import lower
+from hap.errors import PlanError
 from hap.graph import CAST, Graph, Value
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
@@ -245,3 +247,125 @@ def test_batches_are_added_up_in_the_gradients_own_dtype_and_rounded_once() -> N
     assert len(single) == len(found.local) - 1, "all but the sum of the tied weight's terms"
     casts = [i for i in found.first.instructions if getattr(i, "op", "") == CAST]
     assert len(casts) == 2, "of these terms"
+
+
+# ---- what else a program does ----
+
+
+def expected_of(inputs: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of one process, in float32."""
+    model, _ = whole()
+    model(*inputs).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_features(rank: int, made: dict[str, Plan]) -> dict[str, list[Any]]:
+    """Of every plan: whether the gradients of a smaller batch are exact, and how far the loss of an evaluation is off;
+    for a small and a large scale whether gradients are exact once unscaled, and whether parameters stay."""
+    found = {}
+    for name, plan in made.items():
+        model, inputs = whole()
+        program = hap.compile(model, plan=plan, example_inputs=inputs)
+        small = inputs[0][:4], inputs[1][:4]
+        program(*program.shard_batch(small)).backward()
+        told: list[Any] = [same(program, expected_of(small))]
+        program.eval()
+        with torch.no_grad():
+            told.append(float(program(*program.shard_batch(small)) - model(*small)))
+        program.train()
+        optimizer = torch.optim.SGD(program.parameters(), lr=1.0)
+        for scale in (4.0, 2.0**20):
+            program.load_state_dict(whole()[0].state_dict())
+            before = [p.detach().clone() for p in program.parameters()]
+            optimizer.zero_grad()
+            scaler = program.grad_scaler(init_scale=scale)
+            scaler.scale(program(*program.shard_batch(inputs))).backward()
+            scaler.unscale_(optimizer)
+            told.append(same(program, expected_of(inputs)))
+            scaler.step(optimizer)
+            told.append(all(torch.equal(a, b) for a, b in zip(before, program.parameters(), strict=True)))
+        found[name] = told
+    return found
+
+
+def same(program: hap.HapProgram, expected: Mapping[str, torch.Tensor]) -> bool:
+    gradients = program.full_gradients()
+    return gradients.keys() == expected.keys() and all(torch.equal(gradients[t], g) for t, g in expected.items())
+
+
+def test_other_batches_evaluation_and_scaled_losses() -> None:
+    """Scaled by 2^20 float16 overflows on the way, which the scaler sees; float32 would not have."""
+    made = {name: plan for name, plan in plans(torch.float16).items() if not name.startswith("any")}
+    for number, rank in enumerate(run_ranks(3, run_features, made)):
+        for name, (small, evaluated, scaled, kept, overflown, skipped) in rank.items():
+            assert (small, evaluated, scaled, overflown, skipped) == (True, 0.0, True, False, True), name
+            assert kept == (name == "tensor" and number == 2), "but for the rank that holds nothing"
+
+
+def run_acco(rank: int, made: dict[str, Plan]) -> dict[str, float]:
+    """How far what is trained with each plan is from what the first one trains, beside how far that moves."""
+    trained = []
+    for plan in made.values():
+        inputs, targets = batch(0)
+        model = gpt2.build(torch.float32)
+        program = hap.compile(model, plan=plan, example_inputs=inputs, loss_fn=gpt2.lm_loss, example_targets=targets)
+        acco = hap.Acco(program, torch.optim.SGD(program.parameters(), lr=0.1), batches=2)
+        for number in range(8):
+            share, mine = program.shard_batch(*batch(number))
+            acco.step(*share, targets=mine)
+        acco.finish()
+        trained.append(program.state_dict())
+    start, first = gpt2.build(torch.float32).state_dict(), trained[0]
+    moved = sum(float((first[n] - start[n]).norm() ** 2) for n in first) ** 0.5
+    return {
+        name: sum(float((state[n] - first[n]).norm() ** 2) for n in first) ** 0.5 / moved
+        for name, state in zip(made, trained, strict=True)
+    }
+
+
+def test_acco_exchanges_what_is_rounded() -> None:
+    plain, batches = choices(languages()[0]), {"args.0": (0, gpt2.BATCH), "targets.0": (0, gpt2.BATCH)}
+    made = {"own": narrow_plan(plain, batches, sizes_for(plain, (4, 1, 3))), **language_plans()}
+    for rank in run_ranks(3, run_acco, made):
+        assert rank["own"] == 0 and all(2**-12 < rank[name] < 2**-6 for name in ("data", "zero"))
+
+
+CLUSTER = """
+name: three
+backend: gloo
+hosts:
+  - name: big
+    devices: [{name: d, count: 2, tflops: {float32: 2}, memory: 1GB, memory_bandwidth: 100GB/s}]
+    link: {bandwidth: 1GB/s, latency: 5us}
+    network: {bandwidth: 100Mbit/s, latency: 10us}
+  - name: small
+    devices: [{name: d, tflops: {float32: 1}, memory: 1GB, memory_bandwidth: 100GB/s}]
+    network: {bandwidth: 100Mbit/s, latency: 10us}
+"""
+
+
+def run_compile(rank: int) -> tuple[str | None, bool, list[str]]:
+    """What is planned on the ranks and whether it is exact; the refusals of another dtype on one rank, or than the
+    plan's."""
+    model, inputs = whole()
+    spec = ClusterSpec.from_yaml(CLUSTER)
+    given: dict[str, Any] = {"example_inputs": inputs}
+    program = hap.compile(model, spec, reduce_dtype="bfloat16", **given)
+    program(*program.shard_batch(inputs)).backward()
+    refusals = []
+    for more in ({"reduce_dtype": LOW[rank == 1]}, {"reduce_dtype": "float16", "plan": program.plan}):
+        with pytest.raises(PlanError) as refused:
+            hap.compile(whole()[0], spec, **given, **more)
+        refusals.append(str(refused.value))
+    again = hap.compile(whole()[0], spec, plan=program.plan, reduce_dtype=torch.bfloat16, **given)
+    assert again.plan == program.plan
+    return program.plan.provenance.reduce_dtype, same(program, expected_of(inputs)), refusals
+
+
+def test_ranks_plan_with_it_and_refuse_to_disagree() -> None:
+    for dtype, exact, (other, mismatch) in run_ranks(3, run_compile):
+        assert dtype == "bfloat16" and exact
+        assert other.startswith("the model of rank 1 differs from rank 0's")
+        assert mismatch == (
+            "the plan exchanges gradients in bfloat16, and reduce_dtype is float16; plan again, or leave that out"
+        )

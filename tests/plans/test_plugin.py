@@ -158,6 +158,18 @@ def test_plans_of_two_axes_are_guarded(folder: Path) -> None:
     assert load_plan(folder / "tiny.plan.json").predicted.as_run_s <= steps[0]
 
 
+def test_gradients_in_another_dtype_are_guarded(folder: Path) -> None:
+    (folder / "check.yaml").write_text(CHECK.replace("effort", "reduce_dtype: bfloat16, effort"))
+    check_folder(folder, update=True)
+    assert load_plan(folder / "tiny.plan.json").provenance.reduce_dtype == "bfloat16"
+    assert [str(r) for r in check_folder(folder, update=False)] == ["tiny.plan.json: ok"]
+    written = check(HapPlan(folder / "plans", "narrow", update=True), reduce_dtype=torch.bfloat16)
+    assert written.provenance.reduce_dtype == "bfloat16"
+    (folder / "check.yaml").write_text(CHECK)
+    (result,) = check_folder(folder, update=False)
+    assert "gradients are exchanged in bfloat16; now in their own dtype" in result.words
+
+
 def test_the_fixture_guards_plans_of_two_axes(tmp_path: Path) -> None:
     written = check(HapPlan(tmp_path, "tiny", update=True), mesh="hosts")
     assert isinstance(written, MeshPlan) and load_plan(tmp_path / "tiny.plan.json") == written

@@ -15,7 +15,8 @@ collective            from -> to                     decompositions (``hap.route
 ``slice``             replicated -> shard            ``local`` (nothing on the wire)
 ====================  =============================  ===========================================================
 
-Sums are made in the value's own dtype, in an order that is the same in every run. Several values may go together
+Sums are made in the value's own dtype (``all_to_all_sum`` rounds one of 16 bits once), in an order that is the same in
+every run. Several values may go together
 (``together``), and a call may be left running while the program computes (``start``, ``wait``).
 """
 

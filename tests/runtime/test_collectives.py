@@ -205,6 +205,20 @@ def test_an_unknown_decomposition_names_the_known_ones() -> None:
         Communicator().all_gather(torch.zeros(2), dim=0, outer=1, unit=2, sizes=(1,), decomposition="magic")
 
 
+def sums_of_sixteen_bits(rank: int, dtype: torch.dtype) -> list[float]:
+    parts = torch.full((3,), 2.0 / torch.finfo(dtype).eps if rank == 0 else 1.0, dtype=dtype)
+    layout = Layout(dim=0, outer=1, unit=1, sizes=(2, 1, 0))
+    found: list[float] = Communicator(dist.group.WORLD).reduce_scatter(parts, **layout._asdict()).tolist()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_sixteen_bits_are_rounded_once(dtype: torch.dtype) -> None:
+    """Of 256, 1 and 1: added one after the other in bfloat16 they are 256."""
+    total = 2.0 / torch.finfo(dtype).eps + 2
+    assert run_ranks(3, sums_of_sixteen_bits, dtype) == [[total, total], [total], []]
+
+
 def one_rank_disagrees(rank: int) -> None:
     Communicator(dist.group.WORLD, check=True).all_reduce(torch.zeros(2 if rank else 3))
 

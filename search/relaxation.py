@@ -253,8 +253,8 @@ class Relaxation(Rows):
         made = {
             p: self._row("produced", 0.0, 0.0, [*((v, each * k) for v, k in s), *out[p]]) for p, s in supply.items()
         }
-        read = {q: self._row("wanted", 0.0, 0.0, [*terms, *came[q]]) for q, terms in demand.items()}
-        self.transports.append(Transport(produced, wants, flows, made, read))
+        met = {q: self._row("wanted", 0.0, 0.0, [*terms, *came[q]]) for q, terms in demand.items()}
+        self.transports.append(Transport(produced, wants, flows, made, met))
         return {(p, wants[q]): f for (p, q), f in flows.items() if produced[p] != wants[q]}
 
     def is_converted(self, source: Placement | None, target: Placement) -> bool:

@@ -33,7 +33,8 @@ from hap.search.planner import plan_graph
 
 NAME = "reduce_dtype"
 OWN, NARROW = "float32", "bfloat16"
-MODELS, BATCH, SESSIONS = ("GPT-2", "BERT", "VGG"), 16, 2
+MODELS, BATCH = ("GPT-2", "BERT", "VGG"), 16
+SESSIONS = 4  # of fresh processes: a plan's pace is recorded once in each, and differs from the next one's by 20 %
 CASES = ("both", "links", "equal")
 NEAR = 1e-2  # relatively, of losses after updates by gradients of three digits
 

@@ -125,7 +125,7 @@ class Branches:
 
     def _dive(self, part: Part) -> None:
         """A point of ``part``, if it is met by taking what takes least."""
-        self._dived, at = True, Part(part.upper, part.relaxed)
+        self._dived, at = True, part
         while not (whole := self._whole(at.relaxed.values)).all():
             self.check()
             x = np.where(self._are, at.relaxed.values[self._options], 0.0)

@@ -103,8 +103,9 @@ class WarmProgram:
         kept = self.integers & ~between
         whole, branch = relaxed.values.round(), partial(self._branched, cost, branching(gap, nodes))
         found, bound = self._by_decisions(upper, relaxed, below)
-        self.is_given_up = bool(self.decisions) and found is None and self._is_large and below < np.inf
-        if found is None and not self.is_empty and not self.is_given_up:
+        is_open = found is None and not self.is_empty
+        self.is_given_up = is_open and bool(self.decisions) and self._is_large and below < np.inf
+        if is_open and not self.is_given_up:
             found = branch(np.where(kept, whole, self.lower), np.where(kept, whole, upper))
         if found is None:
             return None

@@ -1,0 +1,128 @@
+"""Which of Hugging Face's model families HAP trains as one device does: all of them, at a small size.
+
+Language models, classifiers of images, classifiers of texts: each family's own configuration with small sizes
+(``zoo_models/families``), in float64, one global batch of 4. Captured, then one step on three lockstep ranks under
+three plans: the batch dealt 2:1:1, and twice any strategies with any sizes, zeros included. Loss, every gradient and
+every buffer are compared with PyTorch's in one process. A family that does not stand the sizes is not counted; what HAP
+refuses is told in its words. Each runs in a process of its own, limited in seconds and memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.common import ROOT, Report, parse
+from benchmarks.zoo_models.equality import TOLERANCE
+from benchmarks.zoo_models.families import families
+
+NAME = "families"
+QUICK = ("llama", "mamba", "deepseek_v3", "swin", "t5")
+DEADLINE_S, MOST_GIB = 240, 6
+JOBS = 2
+COLUMNS = ("for", "family", "nodes", "of products dealt out", "worst error", "where")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one family: ``error`` relative to one device, at most, and the tensor that has it; or why there is none."""
+
+    kind: str
+    name: str
+    nodes: int = 0
+    error: float = 0.0
+    where: str = ""
+    dealt: float = 0.0
+    not_built: str = ""
+    refused: str = ""
+    failed: str = ""
+
+    @property
+    def compared(self) -> bool:
+        return not (self.not_built or self.refused or self.failed)
+
+    @property
+    def equal(self) -> bool:
+        return self.compared and self.error <= TOLERANCE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", metavar="NAMES", help="families, separated by commas")
+    options = parse(NAME, "Which of Hugging Face's model families HAP trains as one device does.", argv, parser)
+    names = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else ()
+    wanted = [(kind, name) for kind, name in families() if not names or name in names]
+    report, rows = Report(NAME, "Model families of Hugging Face, equal to one device", options), list[Row]()
+    with ThreadPoolExecutor(JOBS) as pool:
+        for row in pool.map(lambda one: _row(*one), wanted):
+            rows.append(row)
+            print(f"{len(rows)}/{len(wanted)} {row.kind} {row.name}: {_said(row)}", file=sys.stderr, flush=True)
+    _write(report, rows)
+    return 0 if all(row.equal or not row.compared for row in rows) else 1
+
+
+def _row(kind: str, name: str) -> Row:
+    command = [sys.executable, str(ROOT / "benchmarks" / "families_one.py"), kind, name, str(MOST_GIB)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return Row(kind, name, failed=f"took more than {DEADLINE_S} s")
+    if done.returncode:
+        return Row(kind, name, failed=next(iter(done.stderr.strip().splitlines()[-1:]), f"exit {done.returncode}"))
+    return Row(kind, name, **json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def _said(row: Row) -> str:
+    if row.compared:
+        return f"{'equal' if row.equal else 'NOT EQUAL'}, {row.error:.1e} {row.where}"
+    told = {"not built": row.not_built, "refused": row.refused, "failed": row.failed}
+    return next(f"{what}: {why}" for what, why in told.items() if why)
+
+
+def _write(report: Report, rows: Sequence[Row]) -> None:
+    equal, built = [r for r in rows if r.equal], [r for r in rows if not r.not_built]
+    report.figure("families", len(rows))
+    report.figure("families_built", len(built))
+    report.figure("families_equal", len(equal))
+    report.figure("families_not_equal", sum(r.compared and not r.equal for r in rows))
+    report.figure("families_refused", sum(bool(r.refused) for r in rows))
+    report.figure("families_failed", sum(bool(r.failed) for r in rows))
+    for kind, count in Counter(r.kind for r in equal).items():
+        report.figure(f"families_equal, {kind}", count)
+    if equal:
+        report.figure("worst_error", max(r.error for r in equal))
+    report.text(
+        f"transformers {version('transformers')}. Of {len(rows)} families {len(built)} stand the small sizes, and "
+        f"{len(equal)} of these are equal to one device within {TOLERANCE:g} of a tensor's largest element, under a "
+        "data-parallel and two random plans."
+    )
+    unequal = [r for r in built if not r.equal]
+    if unequal:
+        report.table(
+            "Not equal, refused or failed", ("for", "family", "why"), [(r.kind, r.name, _said(r)) for r in unequal]
+        )
+    cells = [(r.kind, r.name, r.nodes, f"{r.dealt:.0%}", f"{r.error:.1e}", r.where) for r in rows if r.compared]
+    report.table("Compared", COLUMNS, cells)
+    left = [(r.kind, r.name, r.not_built) for r in rows if r.not_built]
+    if left:
+        report.table("Not built at these sizes", ("for", "family", "why"), left)
+    path = report.write(None)
+    body = json.loads(path.read_text())
+    body["cases"] = [asdict(r) for r in rows]
+    path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import resource
 import sys
@@ -39,6 +40,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (most_gib << 30, most_gib << 30))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     try:
         found = compared(build(kind, name))
     except NotBuilt as e:

@@ -99,6 +99,20 @@ def zoo(body: Body) -> str:
     return f"{words}\n\n{_source('zoo', body)}"
 
 
+def families(body: Body) -> str:
+    """Equal to one device, of how many that could be built small; which are refused."""
+    f = body["figures"]
+    words = (
+        f"Of {f['families']:.0f} model families of Hugging Face transformers {f['families_built']:.0f} stand small "
+        f"sizes; {f['families_equal']:.0f} of these are equal to one device under uneven data-parallel and random plans, "
+        f"in float64 (largest relative difference {f['worst_error']:.1e}), {f['families_not_equal']:.0f} are not."
+    )
+    for what in ("refused", "failed"):
+        names = [case["name"] for case in body["cases"] if case[what]]
+        words += f" {what.capitalize()}: {', '.join(names)}." if names else ""
+    return f"{words}\n\n{_source('families', body)}"
+
+
 def planning(body: Body) -> str:
     """Seconds and gap of every case."""
     found = {name: case for name, case in body["cases"].items() if not case["failure"]}
@@ -163,6 +177,7 @@ SECTIONS: Mapping[str, Callable[[Body], str]] = {
     "accumulate": accumulate,
     "diagnose": diagnose,
     "zoo": zoo,
+    "families": families,
     "planning": planning,
     "planning_proofs": planning_proofs,
     "accuracy": accuracy,

@@ -115,6 +115,7 @@ def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
 
     Only a gradient that is zero in exact arithmetic (a bias in front of a batch norm, keys' bias in attention) has no
     size of its own: one below ``ZERO`` of the model's largest must be found below that, too, or its error is infinite.
+    So is a batch norm's running mean of what a norm before it has centred, whose size is its running deviation's.
     """
     pairs = {"loss": (found.loss, expected.loss)}
     for kind in ("gradients", "buffers"):
@@ -122,8 +123,14 @@ def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
         if mine.keys() != theirs.keys():
             return float("inf"), f"{kind} of {sorted(mine.keys() ^ theirs.keys())[:3]}"
         pairs |= {name: (mine[name], theirs[name]) for name in theirs}
-    rounding = ZERO * max(g.abs().max().item() for g in expected.gradients.values() if g.numel())
-    errors = {name: _error(a, b, rounding if name in expected.gradients else 0.0) for name, (a, b) in pairs.items()}
+    rounding = dict.fromkeys(
+        expected.gradients, ZERO * max(g.abs().max().item() for g in expected.gradients.values() if g.numel())
+    )
+    for name in expected.buffers:
+        variance = expected.buffers.get(f"{name.removesuffix('running_mean')}running_var")
+        if name.endswith("running_mean") and variance is not None:
+            rounding[name] = ZERO * variance.max().item() ** 0.5
+    errors = {name: _error(a, b, rounding.get(name, 0.0)) for name, (a, b) in pairs.items()}
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
 

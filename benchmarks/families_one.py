@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks.common import ROOT
 from benchmarks.zoo_models.case import Case
 from benchmarks.zoo_models.families import BATCH, NotBuilt, build
 from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
@@ -46,7 +47,7 @@ def main() -> int:
     except NotBuilt as e:
         found = {"not_built": str(e)}
     except HapError as e:
-        found = {"refused": " ".join(str(e).split())}
+        found = {"refused": " ".join(str(e).replace(f"{ROOT}/", "").split())}
     print(json.dumps(found))
     return 0
 

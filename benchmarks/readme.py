@@ -104,13 +104,19 @@ def families(body: Body) -> str:
     f = body["figures"]
     words = (
         f"Of {f['families']:.0f} model families of Hugging Face transformers {f['families_built']:.0f} stand small "
-        f"sizes; {f['families_equal']:.0f} of these are equal to one device under uneven data-parallel and random plans, "
-        f"in float64 (largest relative difference {f['worst_error']:.1e}), {f['families_not_equal']:.0f} are not."
+        f"sizes; {f['families_equal']:.0f} of these are equal to one device under uneven data-parallel and random "
+        f"plans in float64 (largest relative difference {f['worst_error']:.1e}), {f['families_not_equal']:.0f} are not."
     )
-    for what in ("refused", "failed"):
-        names = [case["name"] for case in body["cases"] if case[what]]
-        words += f" {what.capitalize()}: {', '.join(names)}." if names else ""
-    return f"{words}\n\n{_source('families', body)}"
+    if refused := [case["name"] for case in body["cases"] if case["refused"]]:
+        words += f" Refused, as values decide on shapes or on the way: {', '.join(refused)}."
+    failed: dict[str, list[str]] = {}
+    for case in body["cases"]:
+        if case["failed"]:
+            failed.setdefault(case["failed"], []).append(case["name"])
+    words += "".join(f" Not compared, as {why}: {', '.join(names)}." for why, names in failed.items())
+    runs = len({case["commit"] for case in body["cases"]})
+    told = f"`python benchmarks/families.py`, in {runs} runs" if runs > 1 else f"`{body['command']}`"
+    return f"{words}\n\n([all figures](benchmarks/results/families.md); {told}, the last at {body['commit']})"
 
 
 def planning(body: Body) -> str:

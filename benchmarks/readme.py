@@ -108,7 +108,7 @@ def families(body: Body) -> str:
         f"plans in float64 (largest relative difference {f['worst_error']:.1e}), {f['families_not_equal']:.0f} are not."
     )
     if refused := [case["name"] for case in body["cases"] if case["refused"]]:
-        words += f" Refused, as values decide on shapes or on the way: {', '.join(refused)}."
+        words += f" Refused, each in a line: {', '.join(refused)}."
     failed: dict[str, list[str]] = {}
     for case in body["cases"]:
         if case["failed"]:

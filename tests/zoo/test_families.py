@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks.common import ROOT
 from benchmarks.families import Row, main
 from benchmarks.families_one import compared
 from benchmarks.zoo_models.families import NotBuilt, build, families
-from benchmarks.zoo_models.reference import Outcome, one_device
+from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
 from tests.zoo.lockstep import TOLERANCE
 
 KINDS = {
@@ -59,3 +60,28 @@ def test_an_unequal_family_fails_the_run(monkeypatch, tmp_path, capsys):
     assert main(["--only", "gpt2", "--out", str(tmp_path)]) == 1
     assert "NOT EQUAL" in capsys.readouterr().out
     assert (tmp_path / "families.json").is_file()
+
+
+def test_a_crash_fails_the_run_and_an_unknown_name_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("benchmarks.families._row", lambda kind, name: Row(kind, name, failed="AssertionError"))
+    assert main(["--only", "gpt2", "--out", str(tmp_path)]) == 1
+    with pytest.raises(SystemExit):
+        main(["--only", "gpt22", "--out", str(tmp_path)])
+    assert "no such family: gpt22" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "own", "equal"), [(9e-11, 0.0, True), (3e-9, 0.0, False), (3e-9, 3e-9, True), (1e-3, 1e-3, False)]
+)
+def test_no_more_is_allowed_than_pytorch_rounds_itself(error, own, equal):
+    assert Row("images", "swiftformer", error=error, own=own).equal is equal
+
+
+def test_a_centred_running_mean_is_zero_but_a_wrong_one_is_not():
+    def after(mean):
+        made = {"n.running_mean": torch.tensor([mean]), "n.running_var": torch.tensor([4.0])}
+        return Outcome(torch.tensor(1.0), {"w": torch.tensor([1.0])}, made)
+
+    assert worst_error(after(-3e-16), after(1e-16))[0] == 0.0
+    assert worst_error(after(1e-3), after(1e-16)) == (float("inf"), "n.running_mean")
+    assert worst_error(after(1.01), after(1.0))[0] > 5e-3

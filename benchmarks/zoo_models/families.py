@@ -6,7 +6,6 @@ What a family's configuration does not stand (sizes that must go together, a mod
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -120,8 +119,11 @@ def build(kind: str, name: str) -> Case:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             case = _KINDS[kind](_small(name))
-            with torch.no_grad():
-                made = copy.deepcopy(case.model)(**case.inputs)  # some keep what the last call made
+            with torch.no_grad():  # some keep what the last call made
+                made = case.model(**case.inputs)  # and some make other modules of themselves in their first call
+            for module in case.model.modules():
+                if isinstance(module, nn.Dropout):  # a draw that nothing comes of has a number in PyTorch's run alone
+                    module.p = 0.0
     except Exception as e:
         raise NotBuilt(f"{type(e).__name__}: {next(iter(str(e).strip().splitlines()), '')}") from e
     if not torch.isfinite(made).all():
@@ -210,9 +212,6 @@ def _in_float64(kind: Any, config: Any) -> nn.Module:
     if count > MOST_PARAMETERS:
         raise ValueError(f"it keeps {count / 1e6:.0f} million parameters")
     model = kind.from_config(config).double().train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):  # a draw that nothing comes of has a number in PyTorch's run alone
-            module.p = 0.0
     caches = "use_cache" in inspect.signature(model.forward).parameters
     return Output(model, **({"use_cache": False} if caches else {}))
 

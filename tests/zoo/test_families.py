@@ -18,6 +18,7 @@ from tests.zoo.lockstep import TOLERANCE
 
 KINDS = {
     "bamba": "language",  # attention and states in turn
+    "big_bird": "language",  # becomes another module in its first call
     "deepseek_v3": "language",  # latent attention, experts in groups
     "rwkv": "language",  # a scan in plain tensors
     "swinv2": "images",  # shifted windows

@@ -115,8 +115,8 @@ def families(body: Body) -> str:
             failed.setdefault(case["failed"], []).append(case["name"])
     words += "".join(f" Not compared, as {why}: {', '.join(names)}." for why, names in failed.items())
     runs = len({case["commit"] for case in body["cases"]})
-    told = f"`python benchmarks/families.py`, in {runs} runs" if runs > 1 else f"`{body['command']}`"
-    return f"{words}\n\n([all figures](benchmarks/results/families.md); {told}, the last at {body['commit']})"
+    several = {"command": f"python benchmarks/families.py, {runs} runs, the last"} if runs > 1 else {}
+    return f"{words}\n\n{_source('families', {**body, **several})}"
 
 
 def planning(body: Body) -> str:

@@ -7,6 +7,9 @@
   it says where each bag begins, among all of them. Bags that begin where a tensor says are left, and refused.
 - The CTC loss keeps a table whose size values tell: ``hap.ctc``.
 - The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
+- ``x[mask] = value``, by a mask of booleans, is ``where`` if the value does not say how many places there are. As a
+  write at places it can be dealt out by nothing, as places are counted over the whole, and a value's gradient has a
+  size that depends on the mask.
 """
 
 from __future__ import annotations
@@ -94,7 +97,37 @@ def _gaussian_nll(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def _written(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
+    """``x[index] = value`` in place; ``index`` is a mask, beside which whole dims may stand."""
+    found = _placed(x, index if isinstance(index, tuple) else (index,))
+    if found is None:
+        return None
+    mask, behind = found
+    if isinstance(value, torch.Tensor):
+        while value.dim() and value.shape[0] == 1:
+            value = value[0]
+        if value.dtype != x.dtype or value.dim() > behind:
+            return None
+    return x.copy_(torch.where(mask[(..., *(None,) * behind)], value, x))
+
+
+def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int] | None:
+    """The only mask in ``index``, and how many dims of ``x`` lie behind its own; None if there is anything else than
+    whole dims beside it."""
+    numbers = [n for n, i in enumerate(index) if isinstance(i, torch.Tensor)]
+    whole = [i is ... or (isinstance(i, slice) and i == slice(None)) for i in index]
+    if len(numbers) != 1 or sum(whole) != len(index) - 1:
+        return None
+    (place,), mask = numbers, index[numbers[0]]
+    behind = len(index) - 1 - place if ... in index[:place] else x.dim() - place - mask.dim()
+    first = x.dim() - behind - mask.dim()
+    if mask.dtype != torch.bool or first < 0 or behind < 0 or mask.shape != x.shape[first : x.dim() - behind]:
+        return None
+    return mask, behind
+
+
 _INSTEAD: Mapping[Any, Instead] = {
+    torch.Tensor.__setitem__: _written,
     functional.adaptive_avg_pool1d: _pooled(1),
     functional.adaptive_avg_pool2d: _pooled(2),
     functional.adaptive_avg_pool3d: _pooled(3),

@@ -44,6 +44,7 @@ _SAME = {  # another name for the same numbers
     "aten._neg_view.default": "aten.neg.default",
     "aten._unsafe_index.Tensor": "aten.index.Tensor",  # which is sure of its bounds: what interpolation looks up
     "aten._unsafe_index_put.default": "aten.index_put.default",
+    "aten._efficientzerotensor.default": "aten.zeros.default",  # tangents of what forward mode takes for constant
 }
 _RESOLVED = ("aten.resolve_conj.default", "aten.resolve_neg.default")
 _NEUTRAL = {  # operator -> the second argument that changes nothing

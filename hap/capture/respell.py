@@ -7,6 +7,8 @@
   it says where each bag begins, among all of them. Bags that begin where a tensor says are left, and refused.
 - The CTC loss keeps a table whose size values tell: ``hap.ctc``.
 - The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
+- Padding by reflection or by the last value takes the first dim for the batch, or none where there are no more dims
+  than channels and places: sequences are then the channels. That is how ``torch.stft`` pads them. Here they come first.
 - ``x[mask] = value``, by a mask of booleans, is ``where`` if the value does not say how many places there are. As a
   write at places it can be dealt out by nothing, as places are counted over the whole, and a value's gradient has a
   size that depends on the mask.
@@ -97,6 +99,36 @@ def _gaussian_nll(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def _padded(
+    input: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None
+) -> torch.Tensor | None:
+    """``input`` (channels, spatial...), or one sample of that."""
+    channels = input.dim() - 1 - len(pad) // 2
+    if mode not in ("reflect", "replicate") or channels not in (0, 1) or (channels and input.shape[0] != 1):
+        return None
+    samples = input.transpose(0, 1) if channels else input.unsqueeze(1)
+    padded = functional.pad(samples, pad, mode)
+    return padded.transpose(0, 1) if channels else padded.squeeze(1)
+
+
+def _stft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: torch.Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """``input`` (sequences, length), padded before instead of inside."""
+    padded = _padded(input, (n_fft // 2,) * 2, pad_mode) if center and input.dim() == 2 else None
+    if padded is None:
+        return None
+    return torch.stft(padded, n_fft, hop_length, win_length, window, False, pad_mode, *args, **kwargs)
+
+
 def _written(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
     """``x[index] = value`` in place; ``index`` is a mask, beside which whole dims may stand."""
     found = _placed(x, index if isinstance(index, tuple) else (index,))
@@ -128,6 +160,9 @@ def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int]
 
 _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.__setitem__: _written,
+    torch.Tensor.stft: _stft,
+    torch.stft: _stft,
+    functional.pad: _padded,
     functional.adaptive_avg_pool1d: _pooled(1),
     functional.adaptive_avg_pool2d: _pooled(2),
     functional.adaptive_avg_pool3d: _pooled(3),

@@ -9,6 +9,8 @@
 - ``_set_mkldnn_enabled``: keeps kernels of one kind of CPU out of the trace.
 - ``get_decompositions``: torch's decompositions, as Python functions.
 - ``Distribution._validate_args``: whether distributions check their arguments.
+- ``CheckpointFunction.apply``: activation checkpointing whose backward pass calls the autograd engine by itself, which
+  cannot be traced.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
+from torch.utils.checkpoint import CheckpointFunction
 
 from hap.errors import CaptureError
 
@@ -101,6 +104,7 @@ def trace_joint(
         stack.enter_context(_quiet())
         stack.enter_context(_without_mkldnn())
         stack.enter_context(_unchecked_distributions())
+        stack.enter_context(_without_reentry())
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(tracing(TracingContext(fakes.mode)))
@@ -147,6 +151,23 @@ def _unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def _without_reentry() -> Iterator[None]:
+    """What checkpointing with ``use_reentrant=True`` would call again is called once. As there, nothing gets a gradient
+    if no argument needs one, parameters included."""
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        needed = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with contextlib.nullcontext() if needed else torch.no_grad():
+            return function(*args)
+
+    CheckpointFunction.apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 @contextlib.contextmanager

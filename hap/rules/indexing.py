@@ -146,6 +146,16 @@ def searchsorted(call: Call) -> Iterator[Row]:
         yield Row(("R" if alone else Dim(dim), Dim(dim)), (Dim(dim),))
 
 
+def masked_scatter(call: Call) -> Iterator[Row]:
+    """``masked_scatter(x, mask, source)``: which element of the source goes where, only the whole mask can tell."""
+    yield from partial_rows(call, ("PRP",))
+
+
+def masked_scatter_backward(call: Call) -> Iterator[Row]:
+    """``masked_scatter_backward(grad, mask, sizes)``."""
+    yield from partial_rows(call, ("PR",))
+
+
 RULES: Mapping[str, Rule] = {
     "aten.embedding.default": embedding,
     "aten.embedding_dense_backward.default": embedding_backward,
@@ -160,4 +170,6 @@ RULES: Mapping[str, Rule] = {
     "aten.index.Tensor": index,
     "aten.index_put.default": index_put,
     "aten.index_select.default": index_select,
+    "aten.masked_scatter.default": masked_scatter,
+    "aten.masked_scatter_backward.default": masked_scatter_backward,
 }

@@ -204,4 +204,5 @@ RULES: Mapping[str, Rule] = {
     **_named("new_full.default", new_full),
     **_named("scalar_tensor.default", scalar),
     **_named("arange.default arange.start arange.start_step eye.default linspace.default logspace.default", whole),
+    **_named("tril_indices.default triu_indices.default", whole),
 }

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from hap.capture import capture, input_paths
+from hap.errors import CaptureError
 from tests.capture.equality import assert_equals_eager, count
 
 
@@ -254,20 +256,40 @@ def test_tensors_built_into_the_program_are_constants() -> None:
     assert sorted(t.tolist() for t in graph.constants.values()) == [[0.0, 1.0, 2.0], [1.0, 2.0, 4.0]]
 
 
-def test_activation_checkpointing_is_left_to_the_planner() -> None:
-    from torch.utils.checkpoint import checkpoint
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool, first: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6).double() if first else nn.Identity()
+        self.block, self.last, self.use_reentrant = mlp(), nn.Linear(4, 3).double(), use_reentrant
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = mlp()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(checkpoint(self.block, self.first(x), use_reentrant=self.use_reentrant))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return checkpoint(self.block, x, use_reentrant=False)
 
-    graph = assert_equals_eager(Checkpointed(), torch.randn(5, 6).double(), loss_fn=lambda out: out.square().sum())
-    plain = capture(mlp(), torch.randn(5, 6).double(), loss_fn=lambda out: out.square().sum())
-    assert count(graph) == count(plain)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_activation_checkpointing_is_left_to_the_planner(use_reentrant: bool) -> None:
+    loss_fn, x = (lambda out: out.square().sum()), torch.randn(5, 6).double()
+    model = Checkpointed(use_reentrant, first=True)
+    graph = assert_equals_eager(model, x, loss_fn=loss_fn)
+    plain = capture(nn.Sequential(model.first, model.block, model.last), x, loss_fn=loss_fn)
+    assert count(graph) == count(plain) and set(graph.gradients) == set(dict(model.named_parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpointing_of_what_needs_no_gradient_has_none_inside() -> None:
+    model = Checkpointed(use_reentrant=True, first=False)
+    graph = assert_equals_eager(model, torch.randn(5, 6).double(), loss_fn=lambda out: out.square().sum())
+    assert set(graph.gradients) == {"last.weight", "last.bias"}
+
+
+def test_checkpointing_is_as_before_after_a_capture() -> None:
+    model = Checkpointed(use_reentrant=True, first=True)
+    with pytest.raises(CaptureError):
+        capture(model, torch.randn(5, 6).double(), loss_fn=lambda out: out)
+    assert "apply" not in vars(CheckpointFunction)
+    model(torch.randn(5, 6).double()).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_modules_and_phases_of_the_calls() -> None:

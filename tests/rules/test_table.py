@@ -252,6 +252,10 @@ CALLS += [
     ("aten.bucketize.Tensor", (X, meta(5))),
     ("aten.searchsorted.Tensor", (meta(5), X)),
     ("aten.searchsorted.Tensor", (meta(6, 5), X)),
+    ("aten.masked_scatter.default", (X, booleans(6, 4), X)),
+    ("aten.masked_scatter_backward.default", (X, booleans(6, 4), (6, 4))),
+    ("aten.tril_indices.default", (4, 4)),
+    ("aten.triu_indices.default", (4, 4)),
     # ---- windows ----
     ("aten.avg_pool3d.default", (VOLUME, (2, 2, 2))),
     (

@@ -11,6 +11,8 @@ from tests.zoo.lockstep import TOLERANCE
 
 SIGNS, CHANNELS = torch.tensor([1, -1]), (BATCH, 3, WIDTH)
 IMAGE = (BATCH, 2, 4, WIDTH)
+MIX = torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
+COLUMNS = torch.tensor([True, False, True, True, False, False])
 
 
 def squares(outer):
@@ -52,6 +54,12 @@ FUNCTIONS = {
     "diag": lambda y: torch.diag_embed(y, 1) + torch.diag(y.sum(0).repeat(2)[:7]),
     "unfold": lambda y: y.unfold(1, 3, 2),
     "unfold of a transpose": lambda y: y.T.unfold(0, 3, 1).sum(2),
+    "masked_scatter": lambda y: (y * 1).masked_scatter(y.detach() > 0, y.flip(0).sin()),
+    "masked_scatter of a longer source": lambda y: y.sin().masked_scatter(COLUMNS, torch.cat([y, y])),
+    "tril_indices": lambda y: squares(y)[:, *torch.tril_indices(WIDTH, WIDTH, -1)],
+    "triu_indices": lambda y: squares(y)[:, *torch.triu_indices(WIDTH, WIDTH, 1)],
+    "tangents": lambda y: torch.func.jvp(lambda x: functional.linear(x, y[:WIDTH], y[0]).tanh(), (y,), (y.sin(),))[1],
+    "jacobians in forward mode": lambda y: torch.func.vmap(torch.func.jacfwd(lambda x: functional.linear(x, MIX)))(y),
     "inv_ex": lambda y: torch.linalg.inv_ex(squares(y) * 0.1 + torch.eye(WIDTH, dtype=y.dtype)).inverse,
 }
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from hap.attention import wide
 from hap.capture.interpret import run_node
 from hap.capture.rewrite import Rewritten, rewrite
 from hap.graph import Graph, Node, TensorMeta, Value
@@ -66,14 +67,12 @@ def _outputs(node: Node) -> tuple[Value, ...]:
 def _forward(node: Node, done: Rewritten) -> Node:
     a = _arguments(node)
     q = done.meta(a["query"])
-    logsumexp = node.outputs[1]
-    assert logsumexp is not None
     return replace(
         node,
         op=_OWN[0],
         args=(a["query"], a["key"], a["value"], _mask(a), a["is_causal"], _scale(a["scale"], q)),
         kwargs=(),
-        outputs=(node.outputs[0], TensorMeta(q.shape[:3], logsumexp.dtype)),
+        outputs=(node.outputs[0], TensorMeta(q.shape[:3], wide(q.dtype))),
     )
 
 

@@ -93,7 +93,7 @@ def attention_backward(
 def _empty_attention(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """No batch, head or query: empty outputs. No key: zeros, and the logarithm of an empty sum."""
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
-    return out, q.new_full(q.shape[:3], -torch.inf, dtype=wide(q.dtype))
+    return out, q.new_full(q.shape[:3], -torch.inf, dtype=sums_dtype(q.dtype))
 
 
 def _efficient_applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -123,13 +123,13 @@ def _padded_logsumexp(logsumexp: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(logsumexp, (0, missing), value=torch.inf).contiguous()
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are kept in: the logsumexp's, whatever a kernel's own tracing says of it."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, scale: float) -> torch.Tensor:
-    wide = wide(q.dtype)
+    wide = sums_dtype(q.dtype)
     scores = q.to(wide) @ k.to(wide).transpose(-2, -1) * scale
     if mask is not None:
         scores = scores + mask

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from hap.attention import wide
+from hap.attention import sums_dtype
 from hap.capture.interpret import run_node
 from hap.capture.rewrite import Rewritten, rewrite
 from hap.graph import Graph, Node, TensorMeta, Value
@@ -72,7 +72,7 @@ def _forward(node: Node, done: Rewritten) -> Node:
         op=_OWN[0],
         args=(a["query"], a["key"], a["value"], _mask(a), a["is_causal"], _scale(a["scale"], q)),
         kwargs=(),
-        outputs=(node.outputs[0], TensorMeta(q.shape[:3], wide(q.dtype))),
+        outputs=(node.outputs[0], TensorMeta(q.shape[:3], sums_dtype(q.dtype))),
     )
 
 

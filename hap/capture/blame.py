@@ -13,6 +13,7 @@ from hap.errors import CaptureError
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
+_DEVICES = "Unhandled FakeTensor Device Propagation"  # what torch 2.11 says of it, in a RuntimeError
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -22,7 +23,7 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
     if type(error).__name__ in _DATA_DEPENDENT:
         what, remedy = _dependence(error)
         return CaptureError(f"cannot capture {subject}: {what} {where}: {remedy}")
-    if type(error).__name__ == "FakeTensorDeviceMismatchError":
+    if type(error).__name__ == "FakeTensorDeviceMismatchError" or _DEVICES in str(error):
         return CaptureError(
             f"cannot capture {subject}: tensors of two devices meet {where}: a tensor that the model keeps must be a "
             "registered buffer, and a new one must take its device from an input"

@@ -1,4 +1,4 @@
-"""Stacked recurrent layers whose dropout between layers is kept.
+"""Recurrent layers as they are outside of a trace: with the dropout between layers, and states of the right shape.
 
 While it traces, torch takes ``nn.LSTM`` and its kin apart with Python decompositions, which lose the dropout between
 layers without a word: torch 2.13's ``_rnn_helper`` compares the number of layers with the layer's own the wrong way
@@ -22,9 +22,13 @@ class LayerByLayer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _STACKS and not kwargs and len(args) == 9 and isinstance(args[2], (list, tuple)):
             num_layers, dropout, train = args[4:7]
-            if num_layers > 1 and dropout > 0 and train:
-                return _layers(func, *args)
+            found = _layers(func, *args) if num_layers > 1 and dropout > 0 and train else func(*args)
+            return found if func is not torch.lstm else (found[0], *map(_shaped, found[1:], args[1]))
         return func(*args, **(kwargs or {}))
+
+
+def _shaped(state: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    return state if state.shape == before.shape else state.view(before.shape)
 
 
 def _layers(

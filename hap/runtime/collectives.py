@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -191,7 +192,7 @@ class Communicator:
         assert found is not None
         begins = found.begins and self.device.type != "cuda"
         lane, group = (None, self._next_group()) if begins else self._next_lane()
-        found.here = found.here._replace(group=group)
+        found.here = replace(found.here, group=group)
         found.pack()
         entry = self._recorded(kind, values, layouts, decomposition, started=True)
         move = found.move if entry is None or self.recorder is None else self.recorder.moved(entry, found.move)

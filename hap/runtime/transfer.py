@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,9 @@ from hap.runtime.schedule import Message, gather_messages, reduce_messages, scat
 Layouts = tuple[Layout, ...]  # of one value: none for all_reduce, (source, target) for all_to_all, else one
 
 
-class Here(NamedTuple):
-    """This rank's place in its process group."""
+@dataclass(frozen=True)
+class Here:
+    """This rank's place in its process group. No named tuple: torch 2.11's ``torch.compile`` loses those it made."""
 
     group: dist.ProcessGroup
     rank: int

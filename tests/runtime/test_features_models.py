@@ -23,16 +23,16 @@ BATCH, TOLERANCE = 8, 1e-10
 
 
 class Block(nn.Module):
-    def __init__(self, checkpointed: bool, reentrant: bool = False) -> None:
+    def __init__(self, checkpointed: bool) -> None:
         super().__init__()
         self.inward, self.drop, self.outward = nn.Linear(6, 12), nn.Dropout(0.4), nn.Linear(12, 6)
-        self.checkpointed, self.reentrant = checkpointed, reentrant
+        self.checkpointed = checkpointed
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.outward(self.drop(torch.tanh(self.inward(x))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant) if self.checkpointed else self.inner(x)
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
 
 
 class Heads(nn.Module):
@@ -142,21 +142,15 @@ def test_recomputation_is_dropped_so_a_plan_counts_all_activations() -> None:
     assert capture(heads(True), batch(0)).fingerprint == capture(heads(False), batch(0)).fingerprint
 
 
-def test_reentrant_checkpointing_is_refused_with_the_way_out() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), Block(True, reentrant=True))
-    with pytest.raises(CaptureError, match=r"use_reentrant=False"):
-        capture(model, torch.randn(4, 6), loss_fn=torch.sum)
-
-
-def test_hugging_faces_gradient_checkpointing_is_the_same_graph() -> None:
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_hugging_faces_gradient_checkpointing_is_the_same_graph(use_reentrant: bool) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11, n_positions=6)
     model, ids = GPT2LMHeadModel(config), torch.zeros(2, 5, dtype=torch.int64)
     example = {"input_ids": ids, "labels": ids, "use_cache": False}
     plain = capture(model, example)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     assert capture(model.train(), example).fingerprint == plain.fingerprint
 
 

@@ -12,6 +12,7 @@ from hap.graph import Value
 from hap.rules.choices import choices
 from hap.runtime.lockstep import run_lockstep
 from tests._support.plans import make_plan, sizes_for
+from tests._support.torch_release import TORCH
 from tests.zoo.layers import BATCH, WIDTH, Model, case, on_one, worst
 from tests.zoo.lockstep import TOLERANCE, batch_strategies, drawn, labels
 
@@ -203,6 +204,7 @@ NOT_LAYERS = {
     "LinearCrossEntropyOptions",
     "SyncBatchNorm",  # a batch norm of many devices is what every batch norm is here
 }
+NEWER = {name for name in LAYERS if not hasattr(nn, name)}  # than this torch
 REFUSED = {  # and why
     "AdaptiveLogSoftmaxWithLoss": (
         lambda: Wrapped(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 9, [3]), lambda f, y: f(y, CLASSES).loss),
@@ -217,10 +219,11 @@ REFUSED = {  # and why
 
 def test_every_layer_of_torch_is_here():
     lazy = {name for name in modules.__all__ if name.startswith("Lazy")}  # the layer itself, once it was called
-    assert {*LAYERS, *NOT_LAYERS, *REFUSED, *lazy} == set(modules.__all__)
+    assert {*LAYERS, *NOT_LAYERS, *REFUSED, *lazy} - NEWER == set(modules.__all__)
+    assert TORCH < (2, 13) or not NEWER
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in DRAWN_INSIDE])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in NEWER | DRAWN_INSIDE])
 def test_it_equals_one_device(name):
     torch.manual_seed(0)
     make, shape = LAYERS[name]

@@ -14,6 +14,7 @@ _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
 _DEVICES = "Unhandled FakeTensor Device Propagation"  # what torch 2.11 says of it, in a RuntimeError
+_GENERATOR = "torch._C.Generator"  # of which torch 2.11 says that a graph has no such argument
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -27,6 +28,10 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
         return CaptureError(
             f"cannot capture {subject}: tensors of two devices meet {where}: a tensor that the model keeps must be a "
             "registered buffer, and a new one must take its device from an input"
+        )
+    if isinstance(error, NotImplementedError) and _GENERATOR in str(error):
+        return CaptureError(
+            f"cannot capture {subject}: a draw with a generator of random numbers {where}: HAP has no place for it"
         )
     what = " ".join(str(error).split()) or "no message"
     return CaptureError(f"cannot capture {subject}: {type(error).__name__} {where}: {what[:300]}")

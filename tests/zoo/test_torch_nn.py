@@ -204,7 +204,7 @@ NOT_LAYERS = {
     "LinearCrossEntropyOptions",
     "SyncBatchNorm",  # a batch norm of many devices is what every batch norm is here
 }
-NEWER = {name for name in LAYERS if not hasattr(nn, name)}  # than this torch
+NEWER = {name for name in {*LAYERS, *NOT_LAYERS} if not hasattr(nn, name)}  # than this torch
 REFUSED = {  # and why
     "AdaptiveLogSoftmaxWithLoss": (
         lambda: Wrapped(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 9, [3]), lambda f, y: f(y, CLASSES).loss),

@@ -3,8 +3,10 @@ VENV    ?= .venv
 PYTHON  ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
              $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null \
              && { echo $$p; break; }; done)
+TORCH   ?= 2.13.0
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
+PINS    := $(VENV)/constraints.txt
 TYPED   := .cache/typed
 SOURCES := hap cost_models search codegen tests benchmarks examples docs setup.py
 
@@ -26,12 +28,14 @@ help:
 venv: $(STAMP)
 
 # torch comes first and alone: the largest download fails early and by itself. Its build (CPU or CUDA) is pip's choice.
+# Another release than the pinned one brings its own demand on setuptools.
 $(STAMP): constraints.txt pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 to 3.14 with the venv module found; set PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet torch==2.13.0 -c constraints.txt
-	$(BIN)/python -m pip install --quiet setuptools wheel -c constraints.txt
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]' -c constraints.txt
+	@sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.13.0,$(TORCH)),,-e '/^setuptools==/d') constraints.txt > $(PINS)
+	$(BIN)/python -m pip install --quiet torch==$(TORCH) -c $(PINS)
+	$(BIN)/python -m pip install --quiet setuptools wheel -c $(PINS)
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]' -c $(PINS)
 	@touch $@
 
 test: lint

@@ -93,20 +93,25 @@ def _broadcast(shape: tuple[int, ...], dim: int, size: int) -> Slot:
 
 
 def index_put(call: Call) -> Iterator[Row]:
-    """``index_put(x, [..., i, j, ...], values, accumulate)``, accumulating: the gradient of ``index``."""
+    """``index_put(x, [..., i, j, ...], values, accumulate)``: dims that are not indexed; accumulating, which is the
+    gradient of ``index``, those of the indices, too. Values are broadcast."""
     positions = _adjacent(call.argument(1, "indices"))
     x, *indices, values = call.inputs
-    accumulates = call.argument(3, "accumulate", False)
-    if not positions or not accumulates or any(m.dtype.itemsize < 4 for m in indices):
+    if not positions or any(m.dtype.itemsize < 4 for m in indices):
         return
     first, count = positions[0], len(positions)
     common = torch.broadcast_shapes(*(m.shape for m in indices))
-    if values.shape != (*x.shape[:first], *common, *x.shape[first + count :]):
+    written = (*x.shape[:first], *common, *x.shape[first + count :])
+    accumulates = call.argument(3, "accumulate", False)
+    if accumulates and values.shape != written:
         return
-    for dim in range(len(x.shape)):
+    for dim, size in enumerate(x.shape):
         if dim not in positions:
-            moved = Dim(dim if dim < first else dim - count + len(common))
-            yield Row((Dim(dim), *whole_slots(count), moved), (Dim(dim),))
+            moved = dim if dim < first else dim - count + len(common)
+            value = _broadcast(values.shape, moved - len(written), size)
+            yield Row((Dim(dim), *whole_slots(count), value), (Dim(dim),))
+    if not accumulates:
+        return
     for dim, size in enumerate(common):
         slots = tuple(_broadcast(m.shape, dim - len(common), size) for m in indices)
         yield Row(("P", *slots, Dim(first + dim)), ("P",))

@@ -19,6 +19,17 @@ def squares(outer):
     return outer.unsqueeze(1) * outer.unsqueeze(2)
 
 
+def written(index, value):
+    """A function that writes at places of a list."""
+
+    def then(y):
+        made = y * 1
+        made[index] = value(y)
+        return made
+
+    return then
+
+
 def pieces(y):
     made = y.new_empty(BATCH, WIDTH)
     made[:, 0], made[:, 1:] = y[:, 5], y[:, :5].sin()
@@ -54,6 +65,11 @@ FUNCTIONS = {
     "diag": lambda y: torch.diag_embed(y, 1) + torch.diag(y.sum(0).repeat(2)[:7]),
     "unfold": lambda y: y.unfold(1, 3, 2),
     "unfold of a transpose": lambda y: y.T.unfold(0, 3, 1).sum(2),
+    "columns written": written((slice(None), torch.tensor([0, 3])), lambda y: y[:, 1:3].sin()),
+    "columns written with a row": written((slice(None), torch.tensor([0, 3])), lambda y: y[0, :2]),
+    "columns written with a number": written((slice(None), torch.tensor([5, 3])), lambda y: 2.0),
+    "samples written": written(torch.tensor([1, 6]), lambda y: y[2].cos()),
+    "one column of each sample written": written((torch.arange(BATCH), torch.arange(BATCH) % WIDTH), lambda y: y[:, 0]),
     "masked_scatter": lambda y: (y * 1).masked_scatter(y.detach() > 0, y.flip(0).sin()),
     "masked_scatter of a longer source": lambda y: y.sin().masked_scatter(COLUMNS, torch.cat([y, y])),
     "tril_indices": lambda y: squares(y)[:, *torch.tril_indices(WIDTH, WIDTH, -1)],

@@ -8,6 +8,7 @@ import traceback
 
 import torch
 
+from hap.capture.selected import SelectionError
 from hap.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -29,6 +30,8 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
             f"cannot capture {subject}: tensors of two devices meet {where}: a tensor that the model keeps must be a "
             "registered buffer, and a new one must take its device from an input"
         )
+    if isinstance(error, SelectionError):
+        return CaptureError(f"cannot capture {subject}: {error} {where}")
     if isinstance(error, NotImplementedError) and _GENERATOR in str(error):
         return CaptureError(
             f"cannot capture {subject}: a draw with a generator of random numbers {where}: HAP has no place for it"

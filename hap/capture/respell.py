@@ -11,7 +11,7 @@
   than channels and places: sequences are then the channels. That is how ``torch.stft`` pads them. Here they come first.
 - ``x[mask] = value``, by a mask of booleans, is ``where`` if the value does not say how many places there are. As a
   write at places it can be dealt out by nothing, as places are counted over the whole, and a value's gradient has a
-  size that depends on the mask.
+  size that depends on the mask. ``x[mask]`` that is read is ``Selected``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hap.capture.selected import Selected
 from hap.ctc import ctc_loss
 
 
@@ -31,11 +32,14 @@ class Respelled(TorchFunctionMode):
     """While active, those functions run as they are written here, where they can."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = _INSTEAD[func](*args, **(kwargs or {})) if func in _INSTEAD else None
-        return func(*args, **(kwargs or {})) if found is None else found
+        kwargs = kwargs or {}
+        if any(isinstance(a, Selected) for a in (*args, *kwargs.values())):
+            return Selected.__torch_function__(func, types, args, kwargs)
+        found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD else None
+        return func(*args, **kwargs) if found is None else found
 
 
-Instead = Callable[..., torch.Tensor | None]  # None: as it is
+Instead = Callable[..., torch.Tensor | Selected | None]  # None: as it is
 
 
 def _pooled(dims: int) -> Instead:
@@ -99,9 +103,7 @@ def _gaussian_nll(
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-def _padded(
-    input: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None
-) -> torch.Tensor | None:
+def _padded(input: torch.Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> torch.Tensor | None:
     """``input`` (channels, spatial...), or one sample of that."""
     channels = input.dim() - 1 - len(pad) // 2
     if mode not in ("reflect", "replicate") or channels not in (0, 1) or (channels and input.shape[0] != 1):
@@ -143,6 +145,18 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
     return x.copy_(torch.where(mask[(..., *(None,) * behind)], value, x))
 
 
+def _read(x: torch.Tensor, index: Any) -> Selected | None:
+    """``x[index]`` by a mask of the first dims."""
+    found = _placed(x, index if isinstance(index, tuple) else (index,))
+    if found is None or found[0].dim() + found[1] != x.dim() or not found[0].dim():
+        return None
+    return Selected.of(x, found[0])
+
+
+def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> Selected | None:
+    return Selected.of(input, mask) if mask.shape == input.shape and mask.dim() else None
+
+
 def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int] | None:
     """The only mask in ``index``, and how many dims of ``x`` lie behind its own; None if there is anything else than
     whole dims beside it."""
@@ -159,7 +173,10 @@ def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int]
 
 
 _INSTEAD: Mapping[Any, Instead] = {
+    torch.Tensor.__getitem__: _read,
     torch.Tensor.__setitem__: _written,
+    torch.Tensor.masked_select: _masked_select,
+    torch.masked_select: _masked_select,
     torch.Tensor.stft: _stft,
     torch.stft: _stft,
     functional.pad: _padded,

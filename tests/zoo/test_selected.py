@@ -1,0 +1,157 @@
+"""What is done with ``x[mask]``: one device's loss and gradients however all is cut, or a refusal in words."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hap.capture import capture, interpret, source_values
+from hap.errors import CaptureError
+from hap.placement import Shard
+from hap.rules.choices import choices
+from tests.zoo.layers import BATCH, WIDTH, Model, case, worst
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, drawn, labels
+
+LENGTH = 4
+SHAPE = (BATCH, LENGTH, WIDTH)
+PLACES = drawn(BATCH, LENGTH, seed=3) > 0.2  # of the sequence
+EACH = drawn(*SHAPE, seed=2) > 0.3
+SAMPLES = torch.tensor([True, False, False, True, True, False, False, True])
+CLASSES = labels(WIDTH, BATCH, LENGTH, seed=4)
+IMAGES = labels(LENGTH, BATCH, WIDTH, seed=10)
+IGNORED = CLASSES.masked_fill(drawn(BATCH, LENGTH, seed=5) > 0.5, -100)
+VALUES = drawn(*SHAPE, seed=6)
+MISSING = VALUES.masked_fill(~EACH, float("nan"))  # only where nothing is selected
+CHANCES = drawn(WIDTH, seed=7).square()
+MIX = drawn(WIDTH, WIDTH, seed=8)
+
+
+def labelled(loss=functional.cross_entropy, of=lambda y: y, classes=CLASSES, **options):
+    return lambda y: loss(of(y[PLACES]), classes[PLACES], **options)
+
+
+def compared(loss, **options):
+    return lambda y: loss(y[EACH], MISSING[EACH], **options)
+
+
+def images(y):
+    """Scores of four classes behind what is selected, and places behind these."""
+    return functional.cross_entropy(y[SAMPLES], IMAGES[SAMPLES])
+
+
+EQUAL = {
+    "sum": lambda y: y[PLACES].sum(),
+    "mean": lambda y: y[EACH].mean(),
+    "mean of places": lambda y: y[PLACES].mean(),
+    "mean of what is selected": lambda y: y[PLACES].mean(0).sin().sum(),
+    "sum of samples": lambda y: y[SAMPLES].sum(dim=0).cos().sum(),
+    "sum of samples and columns": lambda y: y[SAMPLES].sum((0, 2)).cos().sum(),
+    "mean of columns, then of all": lambda y: torch.mean(y[PLACES].square().mean(-1)),
+    "mean of columns, kept": lambda y: (y[PLACES] - y[PLACES].mean(1, keepdim=True)).square().sum(),
+    "cross entropy": labelled(),
+    "sum of cross entropies": labelled(reduction="sum"),
+    "cross entropies, then a mean": lambda y: labelled(reduction="none")(y).mean(),
+    "with classes to ignore": labelled(classes=IGNORED),
+    "with weights and smoothing": labelled(weight=CHANCES, label_smoothing=0.1),
+    "by a layer": lambda y: nn.CrossEntropyLoss(reduction="sum")(y[PLACES], CLASSES[PLACES]),
+    "of images": images,
+    "negative log likelihood": labelled(functional.nll_loss, of=lambda s: s.log_softmax(-1), weight=CHANCES),
+    "softmax along 1": labelled(functional.nll_loss, of=lambda s: functional.log_softmax(s, dim=1)),
+    "a layer of what is selected": labelled(of=lambda s: functional.linear(functional.gelu(s), MIX)),
+    "a norm of what is selected": labelled(of=lambda s: functional.layer_norm(s, (WIDTH,), CHANCES)),
+    "squares, with targets that are missing": compared(functional.mse_loss),
+    "sum of absolutes": compared(functional.l1_loss, reduction="sum"),
+    "huber": compared(functional.huber_loss, delta=0.5),
+    "smooth absolutes, then a mean": lambda y: compared(functional.smooth_l1_loss, reduction="none")(y).mean(),
+    "differences by hand": lambda y: ((y[EACH] - MISSING[EACH]) ** 2).mean(),
+    "chances of yes": lambda y: functional.binary_cross_entropy_with_logits(y[EACH], (VALUES > 0).to(y)[EACH]),
+    "chances, weighted": lambda y: functional.binary_cross_entropy_with_logits(
+        y[PLACES], (VALUES > 0).to(y)[PLACES], pos_weight=CHANCES + 1
+    ),
+    "logarithms of what may be zero elsewhere": lambda y: (y * EACH).abs()[EACH].log().mean(),
+    "roots": lambda y: (y.square() * EACH)[EACH].sqrt().sum(),
+    "ratios": lambda y: (1.0 / (y * EACH)[EACH] + y[EACH] / MISSING[EACH]).sum(),
+    "exponentials": lambda y: (y[EACH] - MISSING[EACH]).exp().mean(),
+    "numbers": lambda y: (2 - 3 * y[EACH] + y[EACH] / 4 - 1).square().mean(),
+    "a row beside": lambda y: (y[PLACES] * y[0, 0] + CHANCES).square().mean(),
+    "masked_select": lambda y: torch.masked_select(y, EACH).mean() + y.masked_select(EACH).sum(),
+    "with whole dims behind": lambda y: y[PLACES, :].mean() + y[SAMPLES, ...].mean(),
+    "which are right": lambda y: y.mean() * (y[PLACES].detach() > VALUES[PLACES]).to(y.dtype).mean(),
+    "how many are positive": lambda y: y.mean() * (VALUES[EACH] > 0).sum(),
+    "over a count of the mask": lambda y: y[PLACES].sum() / PLACES.sum(),
+    "a mask of what comes out": lambda y: (lambda mask: (y[mask] * 2).mean())(y.detach() > 0),
+    "none": lambda y: y[torch.zeros_like(EACH)].sum() + y.sum(),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_it_equals_one_device(name):
+    found = case(Model(lambda y: EQUAL[name](y)), SHAPE)
+    made = choices(captured(found))
+    dealt = batch_strategies(made)
+    products = [n.name for n in made.graph.nodes if n.op == "aten.mm.default" and n.phase == "forward"]
+    assert any(isinstance(p, Shard) for p in dealt[products[0]].inputs), "the batch is not dealt out"
+    assert worst(found) <= TOLERANCE
+
+
+def test_a_mean_of_nothing_is_no_number_as_in_torch():
+    found = case(Model(lambda y: torch.nan_to_num(y[torch.zeros_like(EACH)].mean(), nan=3.0) + y.sum()), SHAPE)
+    assert worst(found) <= TOLERANCE
+
+
+def test_a_mean_of_many_in_sixteen_bits():
+    many = torch.full((300, 300), 2.0, dtype=torch.float16)
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float16))
+
+        def forward(self, x):
+            return (x * self.scale)[x > 0].mean()
+
+    graph = capture(Mean(), many)
+    values = interpret(graph, source_values(graph, Mean(), many, None))
+    assert values[graph.loss] == 2.0 and values[graph.loss].dtype == torch.float16
+
+
+def changed(y):
+    mask = y.detach() > 0
+    first = y[mask]
+    mask &= EACH
+    return (first - VALUES[mask]).sum()
+
+
+OTHER = drawn(BATCH, LENGTH, seed=9) > 0.2
+REFUSED = {
+    "two masks": (lambda y: (y[PLACES] - VALUES[OTHER]).sum(), "use the same tensor as the mask"),
+    "how many": (lambda y: y[PLACES].sum() / y[PLACES].shape[0], "the shape of a tensor whose size depends on values"),
+    "the number of elements": (lambda y: y[PLACES].numel() * y.sum(), "numel of a tensor whose size depends"),
+    "length": (lambda y: len(y[PLACES]) * y.sum(), "len of a tensor whose size depends on values"),
+    "put together": (lambda y: torch.cat([y[PLACES], y[PLACES]]).sum(), "cat of a tensor whose size depends"),
+    "along what is selected": (lambda y: y[PLACES].softmax(0).sum(), "along the dim whose size depends on values"),
+    "the largest": (lambda y: y[PLACES].max(), "max of a tensor whose size depends on values"),
+    "products": (lambda y: (y[PLACES] @ y[PLACES].T).sum(), "the T of a tensor|matmul of a tensor"),
+    "as many beside": (lambda y: (y[PLACES] * VALUES[0]).sum(), "select from it, too"),
+    "scores beside classes": (
+        lambda y: functional.cross_entropy(y[PLACES], CLASSES.flatten()),
+        "takes scores and classes that it selects",
+    ),
+    "chances as classes": (
+        lambda y: functional.cross_entropy(y[PLACES], VALUES.softmax(-1)[PLACES]),
+        "takes scores and classes that it selects",
+    ),
+    "old words": (lambda y: functional.mse_loss(y[EACH], VALUES[EACH], reduce=True), "use reduction"),
+    "a condition": (lambda y: y.sum() if y[PLACES].sum() > 0 else y.mean(), "data-dependent control flow"),
+    "a truth value": (lambda y: y.sum() if y[PLACES] else y.mean(), "bool of a tensor whose size depends on values"),
+    "changed in place": (changed, "changed in place since"),
+    "no loss": (lambda y: y[PLACES], "no loss in what"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_refused_in_words(name):
+    then, words = REFUSED[name]
+    with pytest.raises(CaptureError, match=words) as caught:
+        capture(Model(then).double(), drawn(*SHAPE))
+    assert "\n" not in str(caught.value)

@@ -6,6 +6,7 @@ So all places stay, with zeros where nothing is selected, and these are left out
     f(x[mask], y[mask])                     f of all places: of elements, or along a dim behind the mask's own
     x[mask].sum(), x[mask].mean()           where(mask, x, 0).sum(), for a mean over how many are selected
     cross_entropy(x[mask], labels[mask])    of all places, where the labels of the others count for nothing
+    x[mask] = y[mask], x[mask] *= 2         where(mask, y, x) in place
 
 A place that is not selected gets the gradient zero, and so must whatever led to it: no function may be infinite there,
 nor its derivative, as 0 times that is no number. Those that may be are given another argument there (``_SAFE``). The
@@ -71,6 +72,8 @@ class Selected:
             raise SelectionError(f"{name} of what several masks select: use the same tensor as the mask")
         if any(one.version != one.mask._version for one in of):
             raise SelectionError(f"{name} of what a mask selected that was changed in place since: change a copy of it")
+        if name == "setitem":
+            return _written(*args)
         if func in _LABELLED:
             return _labelled(func, *args, **kwargs)
         if func in _COMPARED:
@@ -157,6 +160,15 @@ def _added_up(name: str, one: Selected, dim: Any = None, keepdim: bool = False, 
     total = whole.sum(over, dtype=torch.promote_types(whole.dtype, torch.float32))  # of 16 bits, it may have no number
     count = one.mask.sum() * math.prod(one.whole.shape[d] for d in behind)
     return (total / count.to(total.dtype)).to(whole.dtype)
+
+
+def _written(x: Any, index: Any, value: Any) -> torch.Tensor:
+    """``x[index] = value`` in place, of what the same mask selects of as many elements."""
+    (place,) = index if isinstance(index, tuple) and len(index) == 1 else (index,)
+    same = isinstance(value, Selected) and place is value.mask and isinstance(x, torch.Tensor)
+    if not same or value.whole.shape != x.shape or value.whole.dtype != x.dtype:
+        raise SelectionError("what a mask selects is written where the same tensor as the mask says, in the same dtype")
+    return x.copy_(torch.where(value.mask[(..., *(None,) * value.behind)], value.whole, x))
 
 
 def _labelled(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,26 @@ def images(y):
     return functional.cross_entropy(y[SAMPLES], IMAGES[SAMPLES])
 
 
+def written(value, of=PLACES):
+    def then(y):
+        x = y.sin()
+        x[of] = value(y)
+        return x
+
+    return then
+
+
+def doubled(y):
+    x = y.sin()
+    x[PLACES] *= 2
+    x[EACH] -= MISSING[EACH]
+    return x
+
+
 EQUAL = {
+    "written where it was selected": written(lambda y: y[PLACES]),
+    "written by one mask in a tuple": written(lambda y: (y * VALUES)[EACH], of=(EACH,)),
+    "changed where it is selected": doubled,
     "sum": lambda y: y[PLACES].sum(),
     "mean": lambda y: y[EACH].mean(),
     "mean of places": lambda y: y[PLACES].mean(),
@@ -144,6 +163,9 @@ REFUSED = {
     "old words": (lambda y: functional.mse_loss(y[EACH], VALUES[EACH], reduce=True), "use reduction"),
     "a condition": (lambda y: y.sum() if y[PLACES].sum() > 0 else y.mean(), "data-dependent control flow"),
     "a truth value": (lambda y: y.sum() if y[PLACES] else y.mean(), "bool of a tensor whose size depends on values"),
+    "written elsewhere": (written(lambda y: y[OTHER]), "where the same tensor as the mask says"),
+    "written in another dtype": (written(lambda y: y[PLACES].float()), "in the same dtype"),
+    "written for a column": (written(lambda y: y[PLACES], of=(PLACES, 0)), "where the same tensor as the mask says"),
     "changed in place": (changed, "changed in place since"),
     "no loss": (lambda y: y[PLACES], "no loss in what"),
 }

@@ -72,7 +72,7 @@ def test_a_masked_write_equals_one_device_and_is_dealt_out(name):
     dealt = batch_strategies(made)
     writes = [n.name for n in made.graph.nodes if n.op == "aten.where.self" and n.meta.shape[:1] == (BATCH,)]
     assert writes and all(isinstance(dealt[name].outputs[0], Shard) for name in writes)
-    assert worst(found) <= TOLERANCE
+    assert worst(found, plans=1) <= TOLERANCE
 
 
 AS_IT_IS = {
@@ -91,4 +91,4 @@ AS_IT_IS = {
 
 @pytest.mark.parametrize("name", AS_IT_IS)
 def test_other_writes_equal_one_device(name):
-    assert worst(case(Model(AS_IT_IS[name]), SHAPE)) <= TOLERANCE
+    assert worst(case(Model(AS_IT_IS[name]), SHAPE), plans=1) <= TOLERANCE

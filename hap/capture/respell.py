@@ -142,6 +142,10 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
             value = value[0]
         if value.dtype != x.dtype or value.dim() > behind:
             return None
+    elif not isinstance(value, (bool, int, float)):
+        return None
+    elif isinstance(value, float) and not (x.is_floating_point() or x.is_complex()):
+        value = int(value)  # ``where`` would take whole numbers to floating point first, where large ones are rounded
     return x.copy_(torch.where(mask[(..., *(None,) * behind)], value, x))
 
 

@@ -24,12 +24,24 @@ import torch
 from torch.nn import functional
 
 _SAFE: Mapping[str, float] = {"exp": 0, "log": 1, "log1p": 0, "log2": 1, "sqrt": 1, "rsqrt": 1, "reciprocal": 1}
+_SHARING = (
+    "bfloat16",
+    "contiguous",
+    "detach",
+    "double",
+    "float",
+    "half",
+    "int",
+    "long",
+    "to",
+    "type_as",
+)  # memory, maybe
 _WORDS = """
-    abs add bfloat16 clamp clone contiguous cos detach double eq float ge gelu gt half int layer_norm le linear
-    log_sigmoid logsigmoid long lt mul ne neg radd relu rms_norm rmul rsub sigmoid silu sin softplus square sub tanh to
-    type_as
+    abs add clamp clone cos eq ge gelu gt le log_sigmoid logsigmoid lt mul ne neg radd relu rmul rsub sigmoid silu sin
+    softplus square sub tanh
 """
-_OF_PLACES = frozenset(_WORDS.split())  # finite everywhere, and so are their derivatives
+_OF_PLACES = frozenset(_WORDS.split()).union(_SHARING)  # finite everywhere, and so are their derivatives
+_ROWS = ("linear", "layer_norm", "rms_norm")
 _ALONG = ("softmax", "log_softmax", "logsumexp")
 _LABELLED = (functional.cross_entropy, functional.nll_loss)
 _COMPARED = (
@@ -52,7 +64,7 @@ class Selected:
 
     def __init__(self, whole: torch.Tensor, mask: torch.Tensor) -> None:
         self.whole, self.mask, self.behind = whole, mask, whole.dim() - mask.dim()
-        self.version = mask._version  # counts changes in place
+        self.version, self.is_shared = mask._version, False  # changes in place; memory, with another selection
 
     @classmethod
     def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Selected:
@@ -66,38 +78,57 @@ class Selected:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", str(func)).strip("_")
-        of = [a for a in (*args, *kwargs.values()) if isinstance(a, Selected)]
-        if len({id(one.mask) for one in of}) != 1:
+        kwargs, own = kwargs or {}, getattr(func, "__name__", str(func))
+        name, of = own.strip("_"), [a for a in (*args, *kwargs.values()) if isinstance(a, Selected)]
+        if len({id(one.mask) for one in of}) > 1:
             raise SelectionError(f"{name} of what several masks select: use the same tensor as the mask")
         if any(one.version != one.mask._version for one in of):
             raise SelectionError(f"{name} of what a mask selected that was changed in place since: change a copy of it")
-        if name == "setitem":
+        if own.endswith("_") and not own.endswith("__"):
+            raise SelectionError(f"{own} of what a mask selects: the same function without the underscore has a graph")
+        if "out" in kwargs:
+            raise SelectionError(f"{name} of what a mask selects into a tensor of one's own")
+        if name == "setitem" and of:
             return _written(*args)
         if func in _LABELLED:
             return _labelled(func, *args, **kwargs)
         if func in _COMPARED:
             return _compared(func, *args, **kwargs)
-        if name in ("sum", "mean") and of[0] is args[0]:
+        first = bool(args) and isinstance(args[0], Selected)
+        if name in ("sum", "mean") and first:
             return _added_up(name, *args, **kwargs)
         if name in ("div", "truediv", "true_divide", "rdiv") and len(args) == 2 and not kwargs:
             over, under = args if name != "rdiv" else args[::-1]
-            safe = Selected(under.filled(1), under.mask) if isinstance(under, Selected) else under
-            return _of_all(torch.true_divide, (over, safe), {})
-        if name == "pow" and args[0] is of[0] and isinstance(args[1], (int, float)) and args[1] >= 1:
+            return _of_all(torch.true_divide, (over, _safe(under, 1)), {})
+        if name == "pow" and first and len(args) == 2 and isinstance(args[1], (int, float)) and args[1] >= 1:
             return _of_all(torch.pow, args, kwargs)
-        if name in _SAFE:
-            return _of_all(func, (Selected(of[0].filled(_SAFE[name]), of[0].mask), *args[1:]), kwargs)
-        if name in _ALONG:
+        if name in _SAFE and first:
+            return _of_all(func, (_safe(args[0], _SAFE[name]), *args[1:]), kwargs)
+        if name in _ALONG and first:
             dim, *others = args[1:] or (kwargs.get("dim"),)
             kwargs = {k: v for k, v in kwargs.items() if k != "dim"}
-            return _of_all(func, (args[0], _from_behind(of[0], (dim,))[0], *others), kwargs)
-        if name in _OF_PLACES:
-            return _of_all(func, args, kwargs)
+            return _of_all(func, (args[0], _from_behind(args[0], (dim,))[0], *others), kwargs)
+        if name in _ROWS and first and len(of) == 1:
+            return _of_rows(func, *args, **kwargs)
+        if name in _OF_PLACES and of:
+            found = _of_all(func, args, kwargs)
+            for one in (found, *of) if name in _SHARING else ():
+                one.is_shared = True
+            return found
         raise SelectionError(
             f"{name} of a tensor whose size depends on values, as a boolean index makes one: add it up, "
             "or use torch.where or a mask"
         )
+
+    def _changed(self, name: str, other: Any) -> Selected:
+        """By an operator in place: whoever else holds this very selection sees it, too."""
+        if self.is_shared:
+            raise SelectionError("a change in place of what a mask selects that may share memory: change a clone of it")
+        whole = Selected.__torch_function__(getattr(torch.Tensor, name), (Selected,), (self, other)).whole
+        if whole.shape != self.whole.shape or whole.dtype != self.whole.dtype:
+            raise SelectionError("a change in place of what a mask selects to another shape or dtype")
+        self.whole = whole
+        return self
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(torch.Tensor, name)
@@ -116,6 +147,14 @@ def _operator(name: str) -> Callable[..., Any]:
 
 
 _OPERATORS = "add radd sub rsub mul rmul truediv rtruediv neg abs pow eq ne lt le gt ge"
+
+
+def _in_place(name: str) -> Callable[..., Selected]:
+    return lambda self, other: self._changed(name, other)
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(Selected, f"__i{_name}__", _in_place(f"__{_name}__"))
 for _name in f"{_OPERATORS} getitem setitem len iter bool matmul rmatmul".split():
     setattr(Selected, f"__{_name}__", _operator(f"__{_name}__"))
 Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
@@ -124,12 +163,24 @@ Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 def _of_all(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Selected:
     """``func`` of all places. What is no selection must broadcast over what lies behind the mask's dims."""
     found = (*args, *kwargs.values())
-    one = max((a for a in found if isinstance(a, Selected)), key=lambda a: a.behind)
-    beside = [a for a in found if isinstance(a, torch.Tensor)]
-    if func is not functional.linear and any(a.dim() > one.behind for a in beside):
+    one, *others = (a for a in found if isinstance(a, Selected))
+    if any(other.behind != one.behind for other in others):
+        raise SelectionError("a call of what a mask selects of two tensors with unlike numbers of dims")
+    if any(isinstance(a, torch.Tensor) and a.dim() > one.behind for a in found):
         raise SelectionError("a tensor beside what a mask selects that has as many dims: select from it, too")
-    whole = func(*map(_whole, args), **{k: _whole(a) for k, a in kwargs.items()})
-    return Selected(whole, one.mask)
+    return Selected(func(*map(_whole, args), **{k: _whole(a) for k, a in kwargs.items()}), one.mask)
+
+
+def _of_rows(func: Any, rows: Selected, *args: Any, **kwargs: Any) -> Selected:
+    """``linear``, and norms over the last dims."""
+    normalized = args[0] if args else kwargs.get("normalized_shape")
+    if rows.behind < (1 if func is functional.linear or normalized is None else len(normalized)):
+        raise SelectionError("a call along the dim whose size depends on values, as a boolean index makes one")
+    return Selected(func(rows.whole, *args, **kwargs), rows.mask)
+
+
+def _safe(argument: Any, value: float) -> Any:
+    return Selected(argument.filled(value), argument.mask) if isinstance(argument, Selected) else argument
 
 
 def _whole(argument: Any) -> Any:
@@ -152,6 +203,8 @@ def _added_up(name: str, one: Selected, dim: Any = None, keepdim: bool = False, 
         )
     if keepdim:
         raise SelectionError(f"{name} with keepdim over what a mask selects")
+    if name == "mean" and not (dtype or one.whole.dtype).is_floating_point:
+        raise SelectionError(f"a mean of what a mask selects in {dtype or one.whole.dtype}")
     behind = _from_behind(one, [d for d in dims if d not in (0, -one.behind - 1)]) if dims else range(-one.behind, 0)
     whole = one.filled(0) if dtype is None else one.filled(0).to(dtype)
     over = [*range(one.mask.dim()), *behind]
@@ -187,6 +240,10 @@ def _compared(func: Any, *args: Any, **kwargs: Any) -> Any:
     """A loss of each element."""
     given = _bound(func, args, kwargs)
     reduction, pair = given.pop("reduction"), (given.pop("input"), given.pop("target"))
+    if reduction not in ("none", "mean", "sum"):
+        raise SelectionError(f"{reduction} is not a valid value for reduction")
+    if func is not functional.binary_cross_entropy_with_logits and given.get("weight") is not None:
+        raise SelectionError(f"{func.__name__} of what a mask selects with weights, by which a mean is divided")
     lost = _of_all(func, pair, {**given, "reduction": "none"})
     return lost if reduction == "none" else _added_up(reduction, lost)
 

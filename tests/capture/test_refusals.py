@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hap.capture import capture
+from hap.capture.blame import blame
 from hap.errors import CaptureError
 from tests._support.torch_release import TORCH
 
@@ -178,9 +179,24 @@ def test_operators_without_graph_form() -> None:
     def draws(module: Block, y: torch.Tensor) -> torch.Tensor:
         return (y * torch.randn(3, generator=torch.Generator())).sum()
 
-    assert "with a generator of random numbers" in refusal(Block(draws))
+    call = "aten.randn.generator" if TORCH >= (2, 13) else "a draw"
+    assert f"{call} with a generator of random numbers" in refusal(Block(draws))
     assert "aten.as_strided.default, whose result depends on memory layout" in refusal(Block(strided))
     assert "calls cond, which is no plain operator" in refusal(Block(conditional))
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (
+            RuntimeError("Unhandled FakeTensor Device Propagation for aten.mul.Tensor, found cpu, meta"),
+            "of two devices",
+        ),
+        (NotImplementedError("argument of type: <class 'torch._C.Generator'>"), "a draw with a generator"),
+    ],
+)
+def test_what_other_releases_of_torch_say_otherwise(error: Exception, words: str) -> None:
+    assert words in str(blame(error, "Block", "")) and type(error).__name__ not in str(blame(error, "Block", ""))
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="its trace has no such check")

@@ -28,13 +28,13 @@ help:
 venv: $(STAMP)
 
 # torch comes first and alone: the largest download fails early and by itself. Its build (CPU or CUDA) is pip's choice.
-# Another release than the pinned one brings its own demand on setuptools.
+# Releases before the pinned one demand an older setuptools.
 $(STAMP): constraints.txt pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 to 3.14 with the venv module found; set PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.13.0,$(TORCH)),,-e '/^setuptools==/d') constraints.txt > $(PINS)
+	@sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.13.0,$(TORCH)),,-e 's/^setuptools==.*/setuptools<82/') constraints.txt > $(PINS)
 	$(BIN)/python -m pip install --quiet torch==$(TORCH) -c $(PINS)
-	$(BIN)/python -m pip install --quiet setuptools wheel -c $(PINS)
+	$(BIN)/python -m pip install --quiet --upgrade setuptools wheel -c $(PINS)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]' -c $(PINS)
 	@touch $@
 

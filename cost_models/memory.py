@@ -351,15 +351,16 @@ class Walk:
             amounts = np.frombuffer(column)[pieces] * times
             row += np.bincount(born, amounts, len(row)) - np.bincount(gone, amounts, len(row))
         of_ranks = changes[of].reshape(world_size, len(KINDS), moments)
-        by_kind = dict(zip(KINDS, of_ranks.transpose(1, 2, 0), strict=True))
         if self.stagings:
             at, packed = self._staged(sizes, world_size, world_size if ranks is None else ranks, decompositions)
-            by_kind["temporary"][at + 1] -= packed  # every conversion is a moment of its own
-            by_kind["temporary"][at] += packed
+            temporary = of_ranks[:, KINDS.index("temporary")]
+            temporary[:, at + 1] -= packed.T  # every conversion is a moment of its own
+            temporary[:, at] += packed.T
         if self._trained:
             state = own[self._trained] * optimizer_state_bytes(optimizer, 1)
-            by_kind["optimizer"][0] += state.sum(axis=0)
-        return {kind: by_moment.cumsum(axis=0)[: self.end + 1] for kind, by_moment in by_kind.items()}
+            of_ranks[:, KINDS.index("optimizer"), 0] += state.sum(axis=0)
+        there = of_ranks.cumsum(axis=2)[:, :, : self.end + 1]
+        return dict(zip(KINDS, there.transpose(1, 2, 0), strict=True))
 
     @cached_property
     def _trained(self) -> list[int]:

@@ -80,15 +80,18 @@ def played_events(
     return score.events(times)
 
 
-def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
+def finest(
+    chooser: Chooser, best: Found, met: Sequence[Found], throughout: Sequence[bool] = (False, True)
+) -> tuple[Found, float]:
     """Of ``best``, what else the search ``met`` and the other candidates: the one whose program has the shortest step
     as it is run, and that step in seconds; of those as good as equal the one with the fewest conversions, then the
-    one with the shorter bulk-synchronous step. Its inputs are dealt out where that costs next to nothing."""
+    one with the shorter bulk-synchronous step. Its inputs are dealt out where that costs next to nothing.
+    ``throughout``: see ``_family``."""
     watch = _Stopwatch(chooser)
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
     watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
-    watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
+    watch.look(f for f in _family(chooser, watch.least_s, throughout) if f.fits)
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))

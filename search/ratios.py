@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from ortools.math_opt import model_pb2
@@ -40,7 +41,7 @@ from hap.plan import Strategy
 from hap.search.milp import GB, MS, SMALLEST
 from hap.search.prices import MOMENTS, Facts
 from hap.search.protos import fill_matrix, solve_once
-from hap.search.wires import ClassForms, Form, RankClasses, Rows
+from hap.search.wires import ClassForms, RankClasses, Rows
 
 Shares = tuple[float, ...]
 STAY = 1e-4  # of the step, for a share of one that goes from one rank to another
@@ -81,8 +82,8 @@ class _Program:
     def __post_init__(self) -> None:
         used = [np.array(self.sizes[bundle[0]]) > 0 for bundle in self.bundles]
         labels = [(r in self.left_out, *(bool(u[r]) for u in used)) for r in range(self.facts.cluster.world_size)]
-        self.classes = RankClasses.find(self.facts.cluster, labels)
-        self.wires = ClassForms(self.facts.cluster, self.classes)
+        self.wires = self._known_forms(RankClasses.find(self.facts.cluster, labels))
+        self.classes = self.wires.classes
         self.counts, self.n = self.classes.counts, len(self.classes.counts)
         self.out = np.array([r in self.left_out for r in self.classes.first])
         self.here = {g: self.classes.mean(np.array(s, dtype=np.float64) / sum(s)) for g, s in self.sizes.items()}
@@ -94,11 +95,15 @@ class _Program:
         self.row_bounds: list[tuple[float, float]] = []
         self.entries: list[tuple[int, int, float]] = []
         self.tops: dict[bytes, int] = {}
-        self._forms: dict[tuple[str, str, int], Form] = {}
         self._wires: dict[object, list[int]] = {}  # conversion -> the variables above its stages
         self._shares()
         self._stages()
         self._memory()
+
+    def _known_forms(self, classes: RankClasses) -> ClassForms:
+        """Those of these classes, which programs before this one may have asked for."""
+        known = cast(dict[RankClasses, ClassForms], self.facts.here.setdefault("forms", {}))
+        return known.setdefault(classes, ClassForms(self.facts.cluster, classes))
 
     # -- shares ------------------------------------------------------------------------------------------------------
 
@@ -212,7 +217,8 @@ class _Program:
             for top in self._wires[key]:
                 self.cost[top] += weight
         else:
-            tables = [self._wire(rows, need) for rows in self._form(cost).stages]
+            form = self.wires.form(*key, self.sizes)
+            tables = [self._wire(rows, need) for rows in form.stages]
             self._wires[key] = [self._above("wire", rows, weight) for rows in tables if rows is not None]
 
     def _wire(self, rows: Rows, need: Need) -> Array | None:
@@ -230,13 +236,6 @@ class _Program:
             else:
                 table[:, -1] += by @ self.here[group]
         return table * MS
-
-    def _form(self, cost: ConversionCost) -> Form:
-        need = cost.need
-        key = (need.collective, cost.decomposition, cost.nbytes)
-        if need.collective == "all_to_all" or key not in self._forms:
-            self._forms[key] = self.wires.form(*key, need.source, need.target, self.sizes)
-        return self._forms[key]
 
     def _above(self, label: str, table: Array, weight: float = 1.0) -> int:
         """A minimised variable above every row (K, shares + 1). Equal ones are one variable that counts more."""

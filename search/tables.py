@@ -92,14 +92,14 @@ class _Entries:
 
     def sum(self, values: Array, payers: int) -> Array:
         """values (what, R) -> (W, R, payers): weighted."""
-        rows = self.width * values.shape[1]
         if not self.places:
             return np.zeros((self.width, values.shape[1], payers))
         payer, what = self._where
-        weighted = values.T[:, what] * self._table.T[:, None, :]
-        places = payer + payers * np.arange(rows)[:, None]
-        total = np.bincount(places.ravel(), weighted.ravel(), rows * payers).astype(np.float64, copy=False)
-        return total.reshape(self.width, values.shape[1], payers)
+        total = np.empty((self.width, values.shape[1], payers))
+        for r, of_rank in enumerate(np.ascontiguousarray(values.T)[:, what]):
+            for w, weights in enumerate(self._table):
+                total[w, r] = np.bincount(payer, of_rank * weights, payers)
+        return total
 
     @cached_property
     def _where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -109,7 +109,8 @@ class _Entries:
 
     @cached_property
     def _table(self) -> Array:
-        return np.array(self.weights).reshape(len(self.weights), self.width)
+        """(W, entries)."""
+        return np.ascontiguousarray(np.array(self.weights).reshape(len(self.weights), self.width).T)
 
 
 class _Conversion(NamedTuple):

@@ -150,6 +150,7 @@ class ClassForms:
 
     cluster: ClusterSpec
     classes: RankClasses
+    _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
 
     @cached_property
     def folded(self) -> FoldedCluster | None:
@@ -164,7 +165,17 @@ class ClassForms:
         target: Placement,
         sizes: GroupSizes | None = None,
     ) -> Form:
-        """``sizes``: see ``collective_coefficients``; where alike ranks differ, their mean counts."""
+        """``sizes``, of which only an all-to-all's depends: see ``collective_coefficients``; where alike ranks differ,
+        their mean counts."""
+        if kind == "all_to_all":
+            return self._find(kind, name, nbytes, source, target, sizes)
+        if (key := (kind, name, nbytes)) not in self._forms:
+            self._forms[key] = self._find(kind, name, nbytes, source, target, sizes)
+        return self._forms[key]
+
+    def _find(
+        self, kind: Collective, name: str, nbytes: int, source: Placement, target: Placement, sizes: GroupSizes | None
+    ) -> Form:
         if self.folded is None:
             whole = collective_coefficients(kind, name, nbytes, source, target, self.cluster, sizes=sizes)
             return reduce_form(whole, self.classes)

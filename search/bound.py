@@ -24,12 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from ortools.math_opt.python import mathopt
 
 from hap.cluster import ClusterSpec
-from hap.cost_models.compute import parts_seconds
+from hap.cost_models.compute import Parts, parts_seconds
 from hap.cost_models.floors import floor_line, floor_slope
 from hap.fabric import Array
 from hap.hosts import Device
@@ -152,10 +153,17 @@ def weighted_bound(facts: Facts) -> tuple[Bound, tuple[float, ...]]:
 
 
 def node_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Device]) -> Line:
-    """The line of one node under one strategy on devices of these kinds."""
+    """The line of one node under one strategy on one device of every class; of calls that take as long, once."""
     if facts.graph.by_name[name].is_source:
         return _update_line(facts, name, strategy, devices)
-    parts = facts.parts(name, strategy)
+    known = cast(dict[int, Line], facts.here.setdefault("lines", {}))
+    kind = facts.calls.kind(name, strategy, measured=facts.compute.is_measured)
+    if kind not in known:
+        known[kind] = _call_line(facts, facts.parts(name, strategy), devices)
+    return known[kind]
+
+
+def _call_line(facts: Facts, parts: Parts, devices: Sequence[Device]) -> Line:
     nothing = (0.0,) * len(devices)
     if parts.group is None:
         return Line(tuple(parts_seconds(parts, 1.0, d) for d in devices), nothing)

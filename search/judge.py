@@ -12,7 +12,6 @@ parameters, each with the batch split by speed and evenly; of a small model ever
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -80,18 +79,15 @@ def played_events(
     return score.events(times)
 
 
-def finest(
-    chooser: Chooser, best: Found, met: Sequence[Found], throughout: Sequence[bool] = (False, True)
-) -> tuple[Found, float]:
+def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, float]:
     """Of ``best``, what else the search ``met`` and the other candidates: the one whose program has the shortest step
     as it is run, and that step in seconds; of those as good as equal the one with the fewest conversions, then the
-    one with the shorter bulk-synchronous step. Its inputs are dealt out where that costs next to nothing.
-    ``throughout``: see ``_family``."""
+    one with the shorter bulk-synchronous step. Its inputs are dealt out where that costs next to nothing."""
     watch = _Stopwatch(chooser)
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
     watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
-    watch.look(f for f in _family(chooser, watch.least_s, throughout) if f.fits)
+    watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
@@ -111,7 +107,7 @@ def first_look_s(chooser: Chooser, found: Found) -> float:
     rank, is found quickly."""
     watch = _Stopwatch(chooser)
     watch.look([found])
-    watch.look(f for f in _family(chooser, watch.least_s, throughout=(True,)) if f.fits)
+    watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     return watch.least_s
 
@@ -248,12 +244,11 @@ def _dealt_out(chooser: Chooser, found: Found) -> Found:
     return known[key]
 
 
-def _family(chooser: Chooser, least_s: float, throughout: Sequence[bool] = (False, True)) -> Iterator[Found]:
-    """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO): where pins allow.
-    Each as the solver would have it, and with all calls on the batch's pieces that can be: a solver that counts every
-    collective's latency and no overlap joins the ranks in mid-step to save gradients that a bundle takes along. No
-    split with which some rank computes for longer than ``least_s``, whatever the strategies. ``throughout``: with all
-    calls that can be, or without asking for that, or first the one and then the other."""
+def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
+    """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO), with all calls on
+    the batch's pieces that can be: where pins allow. A solver that counts every collective's latency and no overlap
+    joins the ranks in mid-step to save gradients that a bundle takes along. No split with which some rank computes for
+    longer than ``least_s``, whatever the strategies."""
     problem = chooser.problem
     batch = next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
     if batch is None or problem.world_size == 1:
@@ -262,15 +257,15 @@ def _family(chooser: Chooser, least_s: float, throughout: Sequence[bool] = (Fals
     vectors = dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds)
     split = [v for v in vectors if float((problem.whole_s * v).max()) * EVERYTHING <= least_s]
     dealt_out: set[tuple[int, ...]] = set()
-    for sharded, every_call in itertools.product((False, True), throughout):
-        forced = _forced(problem, batch, sharded, every_call)
+    for sharded in (False, True):
         found: Found | None = None
         for vector in split:
             sizes = problem.round({}, vector, vector)
-            if every_call and found is not None:  # little is left to choose, and that hardly depends on sizes
-                found = at_sizes(problem, found, sizes)
-            else:
+            if found is None:
+                forced = _forced(problem, batch, sharded)
                 found = chooser.strategies(sizes, False, (), forced=forced, limited=False)
+            else:  # little is left to choose, and that hardly depends on sizes
+                found = at_sizes(problem, found, sizes)
             if found is None:
                 continue
             yield found
@@ -297,9 +292,9 @@ def _everywhere(chooser: Chooser, least_s: float) -> Iterator[Found]:
             yield found
 
 
-def _forced(problem: Problem, batch: str, sharded: bool, throughout: bool) -> dict[int, tuple[int, ...]]:
-    """Class of a parameter or an input, ``throughout`` of a call, too -> the options that the family leaves it."""
-    key = f"family by {batch}, {sharded}, {throughout}"
+def _forced(problem: Problem, batch: str, sharded: bool) -> dict[int, tuple[int, ...]]:
+    """Class -> the options that the family leaves it, if it does not leave it all."""
+    key = f"family by {batch}, {sharded}"
     if key in problem.facts.found:
         return cast(dict[int, tuple[int, ...]], problem.facts.found[key])
     problem.facts.found[key] = found = dict[int, tuple[int, ...]]()
@@ -307,7 +302,7 @@ def _forced(problem: Problem, batch: str, sharded: bool, throughout: bool) -> di
         options = problem.facts.candidates[node.name]
         if node.op == "parameter":
             fitting = [isinstance(s.outputs[0], Shard) if sharded else s.outputs[0] == REPLICATE for s in options]
-        elif node.op == "input" or (throughout and not node.is_source):
+        elif node.op == "input" or not node.is_source:
             fitting = [any(isinstance(p, Shard) and p.group == batch for p in (*s.inputs, *s.outputs)) for s in options]
         else:
             continue

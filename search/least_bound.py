@@ -49,6 +49,7 @@ class LeastBound:
         self.searches, self._masses = searches, Masses()
         self._known: dict[int, float] = {}
         self._by_masses: dict[int, float] = {}
+        self._enough: dict[int, float] = {}  # of which no more was asked for
         self._by_cases: dict[int, Cases | None] = {}
 
     def bound_s(self, number: int) -> float:
@@ -82,7 +83,9 @@ class LeastBound:
             if least in unlike and known_s < LOOSE * aim.step_s:
                 unlike.remove(least)
                 if least != aim.number or self._is_dear(aim):
-                    rough[least] = max(known_s, self._massed_s(least))
+                    settled = (rough[n] for n in rough if n != least and n not in unlike and n not in coarse)
+                    enough_s = min([(1 - NEAR) * aim.step_s, *settled])  # the least of all will be no more
+                    rough[least] = max(known_s, self._massed_s(least, enough_s))
                     if rough[least] > known_s:  # cases, which know nothing of it, would hardly come to more
                         coarse.discard(least)
             elif known_s < FAR * aim.step_s or least not in coarse:
@@ -107,10 +110,12 @@ class LeastBound:
                 return least, known[least]
             known[least] = max(known[least], self.bound_s(least))
 
-    def _massed_s(self, number: int) -> float:
-        if number not in self._by_masses:
-            facts = self.searches[number].problem.facts
-            self._by_masses[number] = self._masses.bound_s(facts, self.bound_s(number))
+    def _massed_s(self, number: int, enough_s: float) -> float:
+        """Of more than ``enough_s`` no more is proved, unless that is asked for later."""
+        known_s = self._by_masses.get(number, 0.0)
+        if number not in self._by_masses or self._enough[number] <= known_s < enough_s:
+            facts, self._enough[number] = self.searches[number].problem.facts, enough_s
+            self._by_masses[number] = self._masses.bound_s(facts, max(known_s, self.bound_s(number)), enough_s)
         return self._by_masses[number]
 
     def _split_s(self, number: int, known_s: float, step_s: float) -> float:
@@ -126,6 +131,8 @@ class LeastBound:
         """Raised for this plan, and then after each of at most so many boxes of the batch's and other groups' sizes,
         until it is near the plan's step, or no box is left."""
         yield self.raised_s(aim)
+        for number in self._by_masses:
+            self._massed_s(number, float("inf"))
         known, cases = self._rough(), dict[int, Cases | None]()
         for _ in range(most):
             least, known_s = self._least(known)

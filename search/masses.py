@@ -43,7 +43,7 @@ from hap.search.copies import with_copies
 from hap.search.crossing import find_parts, find_ports
 from hap.search.milp import MS
 from hap.search.prices import Facts
-from hap.search.protos import seeded
+from hap.search.protos import seeded, until
 from hap.search.relaxation import SAFETY, Relaxation
 
 SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
@@ -62,19 +62,22 @@ class Masses:
     def __init__(self) -> None:
         self._ended: solution_pb2.BasisProto | None = None
 
-    def bound_s(self, facts: Facts, known_s: float) -> float:
-        """Seconds that every plan takes at least: ``known_s``, which is proved, or more. Asked of described devices."""
+    def bound_s(self, facts: Facts, known_s: float, enough_s: float = np.inf) -> float:
+        """Seconds that every plan takes at least: ``known_s``, which is proved, or more; of more than ``enough_s`` no
+        more is proved. Asked of described devices."""
         assert facts.batches.count == 1, "every conversion is priced whole"
         rate = _rate(facts) if facts.cluster.world_size > 1 else None
         if rate is None or _strongest(facts) > ALONE:
             return known_s
         program = _Program(facts, *rate)
         start = program.all_together() if self._ended is None else self._ended
-        solved = program.solver.solve(program.solving, start=start)
-        if solved is None or not solved.is_optimal:
-            return known_s
-        self._ended = program.solver.basis
-        return max(known_s, solved.bound / MS * (1 - SAFETY))
+        limit = enough_s * MS * (1 + 2 * SAFETY)
+        solved = program.solver.solve(until(program.solving, limit), start=start)
+        if solved is not None and solved.is_optimal:
+            self._ended = program.solver.basis
+            return max(known_s, solved.bound / MS * (1 - SAFETY))
+        is_enough = program.solver.ended == "no_solution_found" and program.solver.proved >= limit
+        return max(known_s, program.solver.proved / MS * (1 - SAFETY)) if is_enough else known_s
 
 
 def _rate(facts: Facts) -> tuple[int, float] | None:
@@ -175,7 +178,7 @@ class _Program(Relaxation):
         doubled = _Doubled.of(facts)
         self.where = doubled.where
         other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here={})
-        other.__dict__["colours"] = doubled.colours
+        other.__dict__.update(colours=doubled.colours, calls=facts.calls)
         super().__init__(other, weighted_bound(facts)[1], crowded=False, radius=RADIUS)
         on_host = Counter(d.host for d in facts.cluster.devices)
         kinds = {}

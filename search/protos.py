@@ -53,6 +53,17 @@ def branching(gap: float, nodes: int) -> parameters_pb2.SolveParametersProto:
     return seeded(relative_gap_tolerance=gap, node_limit=nodes, highs=highs)
 
 
+def until(parameters: parameters_pb2.SolveParametersProto, limit: float) -> parameters_pb2.SolveParametersProto:
+    """The same for GLOP's dual steps, each of which raises what is proved: no further than to the proof that every
+    point costs more than ``limit``."""
+    if limit == np.inf:
+        return parameters
+    found = parameters_pb2.SolveParametersProto()
+    found.CopyFrom(parameters)
+    found.glop.objective_upper_limit = limit
+    return found
+
+
 class KeptSolver:
     """One program in a solver, solved again from where it ended last."""
 

@@ -110,7 +110,7 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
     first = None if again is None else _first(again, best)
     if again is None or first is None:
         return best, overlapped_s
-    found, _ = finest(again.chooser, first, again.met, throughout=(True,))
+    found, _ = finest(again.chooser, first, again.met)
     found = thinned(again.problem, found)
     seconds = played_s(again.problem, found)
     return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)

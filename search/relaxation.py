@@ -145,6 +145,7 @@ class Relaxation(Rows):
         self.many = self.weight * np.array(counts)
         self._parts = parts_of_calls(facts.graph)
         self._known: dict[Line, float] = {}
+        self._cut: dict[int, float] = {}  # seconds of a slice, by the bytes of the whole
         rounds = facts.colours[: radius + 1]
         self.rounds = len(rounds)
         self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
@@ -333,10 +334,12 @@ class Relaxation(Rows):
         kind = collective_kind(source, target)
         if kind != "slice":
             return self.least.seconds(kind, nbytes)
-        constant, slope = self.slices.slices(nbytes, source, target)
-        classes = [self.slices.classes.of[d.rank] for d in self.devices]
-        line = Line(tuple(constant[classes].tolist()), tuple(slope[classes].tolist()))
-        return line_seconds(line, self.weight, self.many)
+        if nbytes not in self._cut:
+            constant, slope = self.slices.slices(nbytes, source, target)
+            classes = [self.slices.classes.of[d.rank] for d in self.devices]
+            line = Line(tuple(constant[classes].tolist()), tuple(slope[classes].tolist()))
+            self._cut[nbytes] = line_seconds(line, self.weight, self.many)
+        return self._cut[nbytes]
 
     def of_plan_s(self, strategies: Mapping[str, Strategy], conversions: Iterable[ConversionCost]) -> float:
         """What a plan comes to here, whose conversions these are."""

@@ -32,7 +32,7 @@ from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
 
 from hap.fabric import Array
 from hap.search.branches import INTEGRAL, RELAXED, Branches, Decision, Part
-from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
+from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once, until
 
 WORK = 4_000_000_000  # squared variables times relaxations of one program, before what is left is given to HiGHS
 LARGE = 100  # relaxations that come to more than that: what was left to HiGHS took it minutes where memory is full
@@ -90,7 +90,8 @@ class WarmProgram:
     ) -> Solution | None:
         self.solver.limit(upper)
         self.solver.minimise(cost)
-        relaxed = self.solver.solve(_relaxed(below), reduced=True, start=start)
+        limit = below + INTEGRAL * abs(below)  # a point that has no such costs would be looked for to the end
+        relaxed = self.solver.solve(until(RELAXED, limit), reduced=True, start=start)
         self.is_empty, self.is_given_up = self.solver.ended == "infeasible" or self._is_above(below), False
         if relaxed is None or not relaxed.is_optimal:
             return None
@@ -152,14 +153,3 @@ class WarmProgram:
         proto.objective.linear_coefficients.ids[:] = used.tolist()
         proto.objective.linear_coefficients.values[:] = cost[used].tolist()
         return solve_once(proto, HIGHS, parameters)
-
-
-def _relaxed(below: float) -> parameters_pb2.SolveParametersProto:
-    """As ``RELAXED``, but no further than to the proof that every point costs clearly more than ``below``: each dual
-    step raises what is proved, and one that has no point would be taken to the end."""
-    if below == np.inf:
-        return RELAXED
-    parameters = parameters_pb2.SolveParametersProto()
-    parameters.CopyFrom(RELAXED)
-    parameters.glop.objective_upper_limit = below + INTEGRAL * abs(below)
-    return parameters

@@ -64,6 +64,23 @@ def test_a_bound_begun_where_another_ended_is_the_bound_begun_from_nothing() -> 
         assert together.bound_s(one, 0.0) == pytest.approx(alone_s, rel=1e-6) and alone_s > 0.0
 
 
+def test_of_more_than_is_enough_no_more_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the least of all any less for it, and whoever asks for more gets it."""
+    tried = exchanging()
+    facts, best = tried.searches[0].problem.facts, tried.searches[0].run()
+    whole_s = Masses().bound_s(facts, 0.0)
+    for part in (0.8, 0.95, 1.2):
+        found_s = Masses().bound_s(facts, 0.0, part * whole_s)
+        assert min(part, 1.0) * whole_s <= found_s * (1 + 1e-9) and found_s <= whole_s * (1 + 1e-6)
+    bounds, aim = LeastBound(tried.searches), Aim.at(0, best)
+    found_s = bounds._massed_s(0, 0.8 * whole_s)
+    assert found_s < 0.99 * whole_s and bounds._massed_s(0, 0.7 * whole_s) == found_s
+    assert bounds._massed_s(0, 2.0 * whole_s) == pytest.approx(whole_s, rel=1e-5)
+    raised_s, massed_s = LeastBound(tried.searches).raised_s(aim), LeastBound._massed_s
+    monkeypatch.setattr(LeastBound, "_massed_s", lambda self, number, _: massed_s(self, number, float("inf")))
+    assert raised_s == pytest.approx(LeastBound(tried.searches).raised_s(aim), rel=1e-6)
+
+
 def test_an_interrupt_while_the_bound_is_raised_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bound as it was, and it says that it was stopped."""
     found, devices = mlp(batch=4096, width=512), mixed("3GB/s")

@@ -164,34 +164,35 @@ class Evaluator:
     def strides(self) -> Strides:
         return find_strides(self.graph)
 
-    def needs(
-        self,
-        strategies: Mapping[str, Strategy],
-        *,
-        regather: bool,
-        kept: Collection[str] = (),
-        recomputed: Collection[str] = (),
-    ) -> tuple[Need, ...]:
-        """``find_needs`` of a step in which these calls are made again."""
-        again = repeats(self.graph, strategies, recomputed, self.parts)
-        return find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)
-
     def evaluate(
         self,
         strategies: Mapping[str, Strategy],
         sizes: GroupSizes,
-        needs: Sequence[Need],
+        needs: Sequence[Need] | None = None,
+        *,
+        regather: bool = False,
+        kept: Collection[str] = (),
         recomputed: Collection[str] = (),
     ) -> Evaluation:
-        """See ``evaluate``."""
-        return self.at_sizes(self.prepare(strategies, needs, recomputed), sizes)
+        """See ``evaluate``, and ``find_needs`` for ``kept``."""
+        prepared = self.prepare(strategies, needs, regather=regather, kept=kept, recomputed=recomputed)
+        return self.at_sizes(prepared, sizes)
 
     def prepare(
-        self, strategies: Mapping[str, Strategy], needs: Sequence[Need], recomputed: Collection[str] = ()
+        self,
+        strategies: Mapping[str, Strategy],
+        needs: Sequence[Need] | None = None,
+        *,
+        regather: bool = False,
+        kept: Collection[str] = (),
+        recomputed: Collection[str] = (),
     ) -> Prepared:
-        """What does not depend on sizes, for those who ask about several."""
+        """What does not depend on sizes, for those who ask about several. ``needs``, if known, go before ``regather``
+        and ``kept``."""
         used = dict.fromkeys(group for s in strategies.values() for group in s.groups)
         again = repeats(self.graph, strategies, recomputed, self.parts)
+        if needs is None:
+            needs = find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)
         walk = Walk(
             self.graph, strategies, needs, steps=self.steps, strides=self.strides, again=again, batches=self.batches
         )
@@ -257,9 +258,7 @@ def evaluate(
     optimizer.
     """
     evaluator = Evaluator(graph, cluster, optimizer, Calls(graph), model, Batches.of(graph, batches))
-    if needs is None:
-        needs = evaluator.needs(strategies, regather=regather, recomputed=recomputed)
-    return evaluator.evaluate(strategies, sizes, needs, recomputed)
+    return evaluator.evaluate(strategies, sizes, needs, regather=regather, recomputed=recomputed)
 
 
 def update_seconds(

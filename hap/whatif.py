@@ -28,8 +28,8 @@ from hap.hosts import HostSpec, LinkSpec, format_curve
 from hap.placement import GroupSizes
 from hap.plan import Help, Plan, Strategy
 from hap.report.explanation import cluster_body, make_explanation, needs_of, strategies_of
-from hap.search.assemble import used_groups
 from hap.search.classes import find_bundles, find_classes
+from hap.search.found import used_groups
 from hap.search.judge import played
 from hap.search.prices import Facts
 from hap.search.ratios import best_shares

@@ -120,7 +120,7 @@ def _made_in(problem: Problem, best: Found, term: Value, to: Placement) -> Itera
     for option in problem.facts.candidates[maker.name]:
         if option.outputs[0] != to:
             continue
-        sizes = sizes_with(problem, best, {**best.strategies, maker.name: option})
+        sizes = sizes_with(problem, best, {maker.name: option})
         sent_s = _sent_s(problem, best, sizes, maker, option)
         if sent_s < _seconds(problem, sizes, term, PARTIAL, to):
             yield {maker.name: option, **passing}
@@ -140,7 +140,7 @@ def _reads(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterato
             if not isinstance(home, Shard) or option.inputs[place] != home:
                 continue
             assert made is not None and wanted is not None
-            sizes = sizes_with(problem, best, {**best.strategies, node.name: placed, reader.name: option})
+            sizes = sizes_with(problem, best, {node.name: placed, reader.name: option})
             gathered_s = _seconds(problem, sizes, value, home, REPLICATE)
             sent_s = _sent_s(problem, best, sizes, reader, option, but=place)
             if max(worth_s, sent_s + _seconds(problem, sizes, Value(reader.name, 0), made, wanted)) < gathered_s:

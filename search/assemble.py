@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from itertools import chain
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from hap.plan import GroupPlan, Plan, Provenance, Recomputed, Strategy, verify_p
 from hap.reduce_dtype import reduce_name
 from hap.rules.choices import Choices
 from hap.rules.table import rules_fingerprint
+from hap.search.found import used_groups
 from hap.search.subsets import Advice, LeftOut
 from hap.units import format_size
 
@@ -28,11 +27,6 @@ ASSUMPTIONS = (
     "step and bound: compute and communication do not overlap; the overlapped step is the program's as it is run",
     "the lower bound holds for this cost model; it counts communication at its least for any shares",
 )
-
-
-def used_groups(strategies: Iterable[Strategy]) -> tuple[str, ...]:
-    """The groups that some chosen placement shards, in order of first appearance."""
-    return tuple(dict.fromkeys(chain.from_iterable(map(attrgetter("groups"), strategies))))
 
 
 def assemble_plan(

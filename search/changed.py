@@ -7,28 +7,24 @@ from dataclasses import replace
 
 from hap.placement import GroupSizes, Sizes
 from hap.plan import Strategy
-from hap.search.assemble import used_groups
-from hap.search.found import Found
+from hap.search.found import Found, used_groups
 from hap.search.problem import Problem
 from hap.search.rounding import round_shares
 
 
 def changed(problem: Problem, best: Found, strategies: Mapping[str, Strategy]) -> Found:
     """``best`` with these strategies of some nodes; groups that it did not use are dealt out evenly."""
-    every = {**best.strategies, **strategies}
-    sizes = sizes_with(problem, best, every)
-    evaluator = problem.facts.evaluator
-    needs = evaluator.needs(every, regather=best.regather, kept=best.kept, recomputed=best.repeated)
-    evaluation = evaluator.evaluate(every, sizes, needs, best.repeated)
+    every, sizes = {**best.strategies, **strategies}, sizes_with(problem, best, strategies)
+    evaluation = problem.facts.evaluator.evaluate(
+        every, sizes, regather=best.regather, kept=best.kept, recomputed=best.repeated
+    )
     return replace(best, strategies=every, sizes=sizes, evaluation=evaluation)
 
 
 def sizes_with(problem: Problem, best: Found, strategies: Mapping[str, Strategy]) -> GroupSizes:
-    """Of all groups, those that these strategies use and ``best`` does not dealt out evenly."""
-    found, used = dict(best.sizes), frozenset(used_groups(best.strategies.values()))
-    for name in used_groups(strategies.values()):
-        found[name] = sizes_of(problem, best, name, used)
-    return found
+    """Of all groups, those that these strategies of some nodes use and ``best`` does not dealt out evenly."""
+    new = [name for name in used_groups(strategies.values()) if name not in best.groups]
+    return {**best.sizes, **{name: sizes_of(problem, best, name, best.groups) for name in new}}
 
 
 def sizes_of(problem: Problem, best: Found, group: str, used: Collection[str]) -> Sizes:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter
 
 from hap.cost_models.evaluate import Evaluation
 from hap.placement import GroupSizes
 from hap.plan import Recomputed, Strategy
 from hap.search.milp import Choice
+
+
+def used_groups(strategies: Iterable[Strategy]) -> tuple[str, ...]:
+    """The groups that some chosen placement shards, in order of first appearance."""
+    return tuple(dict.fromkeys(chain.from_iterable(map(attrgetter("groups"), strategies))))
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,11 @@ class Found:
     choice: Choice
     recomputed: tuple[Recomputed, ...] = ()  # what ``evaluation`` repeats
     kept: frozenset[str] = frozenset()
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Those that its strategies shard anything in, in order of first appearance."""
+        return used_groups(self.strategies.values())
 
     @property
     def repeated(self) -> tuple[str, ...]:

@@ -33,7 +33,6 @@ from hap.graph import Graph
 from hap.placement import REPLICATE, GroupSizes, Shard
 from hap.plan import GroupPlan, Plan
 from hap.rules.choices import replicated
-from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
@@ -168,7 +167,7 @@ class _Stopwatch:
 def played_s(problem: Problem, found: Found) -> float:
     """The step in seconds of the plan's program as it is run: as ``played`` has it, to rounding, and quicker."""
     graph, evaluator = problem.choices.graph, problem.facts.evaluator
-    sizes = {name: tuple(found.sizes[name]) for name in used_groups(found.strategies.values())}
+    sizes = {name: tuple(found.sizes[name]) for name in found.groups}
     whole, apart = _scores(problem, found, sizes)
     own = {(c.need.value, c.need.target, c.need.phase): c.decomposition for c in found.evaluation.conversions}
 

@@ -99,8 +99,9 @@ def _fullest(problem: Problem, found: Found) -> Found | None:
 
 def _keeping(problem: Problem, found: Found, kept: Sequence[str]) -> Found:
     evaluator = problem.facts.evaluator
-    needs = evaluator.needs(found.strategies, regather=True, kept=frozenset(kept), recomputed=found.repeated)
-    evaluation = evaluator.evaluate(found.strategies, found.sizes, needs, found.repeated)
+    evaluation = evaluator.evaluate(
+        found.strategies, found.sizes, regather=True, kept=frozenset(kept), recomputed=found.repeated
+    )
     return replace(found, evaluation=evaluation, kept=frozenset(kept))
 
 

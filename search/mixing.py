@@ -30,7 +30,6 @@ from hap.cost_models.work import is_view
 from hap.graph import CAST, Graph, Node, Value
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
-from hap.search.assemble import used_groups
 from hap.search.changed import changed, sizes_of
 from hap.search.found import Found
 from hap.search.judge import TIE, played_s
@@ -157,7 +156,7 @@ def _passing(options: Sequence[Strategy], placement: Placement) -> Strategy | No
 
 def _cheapest(problem: Problem, best: Found, node: Node, summed: int) -> Shard | None:
     """The shards of a parameter into which a sum of so many bytes takes least, and a gather from them, together."""
-    forms, used = problem.facts.evaluator.forms, frozenset(used_groups(best.strategies.values()))
+    forms, used = problem.facts.evaluator.forms, frozenset(best.groups)
     priced: list[tuple[float, int, Shard]] = []
     for i, option in enumerate(problem.facts.candidates[node.name]):
         placement = option.outputs[0]

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from hap.placement import GroupSizes
-from hap.search.assemble import used_groups
 from hap.search.found import Found
 from hap.search.judge import LEANEST, TIE, are_alike, as_run_s
 from hap.search.problem import Problem
@@ -63,7 +62,7 @@ def _from_here(chooser: Chooser, found: Found, seconds: float) -> Iterator[Found
 def like_the_batch(problem: Problem, found: Found) -> GroupSizes:
     """The sizes of ``found``; groups that it does not use by the mean shares of those that its inputs are split in, or
     by speed if none is."""
-    used = set(used_groups(found.strategies.values()))
+    used = set(found.groups)
     known = [found.sizes[name] for name in found.sizes if name in used and name in problem.of_inputs]
     ratios = [np.array(sizes, dtype=np.float64) / sum(sizes) for sizes in known] or [1.0 / problem.whole_s]
     shares = tuple(np.mean(ratios, axis=0).tolist())

@@ -180,9 +180,9 @@ class Problem:
         """What the judge needs that no sizes change; the last few are kept: one plan is asked about at many sizes."""
         key = (chosen(strategies), regather)
         if key not in self._prepared:
-            evaluator, repeated = self.facts.evaluator, self.facts.repeated
-            needs = evaluator.needs(strategies, regather=regather, recomputed=repeated)
-            self._prepared[key] = evaluator.prepare(strategies, needs, repeated)
+            self._prepared[key] = self.facts.evaluator.prepare(
+                strategies, regather=regather, recomputed=self.facts.repeated
+            )
             for old in list(self._prepared)[:-KEPT]:
                 del self._prepared[old]
         return self._prepared[key]

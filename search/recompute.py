@@ -136,8 +136,7 @@ def if_kept(problem: Problem, found: Found) -> dict[str, list[int]]:
     if not found.recomputed:
         return {}
     evaluator = problem.facts.evaluator
-    needs = evaluator.needs(found.strategies, regather=found.regather, kept=found.kept)
-    evaluation = evaluator.evaluate(found.strategies, found.sizes, needs)
+    evaluation = evaluator.evaluate(found.strategies, found.sizes, regather=found.regather, kept=found.kept)
     return {"kept_memory_bytes": list(evaluation.memory_bytes)}
 
 
@@ -150,8 +149,7 @@ def thinned(problem: Problem, found: Found) -> Found:
         count = (too_few + enough) // 2
         recomputed = after_steps(blocks, count)
         names = [name for r in recomputed for name in r.calls]
-        needs = evaluator.needs(found.strategies, regather=found.regather, recomputed=names)
-        evaluation = evaluator.evaluate(found.strategies, found.sizes, needs, names)
+        evaluation = evaluator.evaluate(found.strategies, found.sizes, regather=found.regather, recomputed=names)
         if overflow_bytes(evaluation) == 0:
             enough, best = count, replace(found, evaluation=evaluation, recomputed=recomputed)
         else:

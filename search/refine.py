@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from hap.placement import REPLICATE, GroupSizes, Shard
-from hap.search.assemble import used_groups
 from hap.search.found import Found, best_of
 from hap.search.limits import Limits
 from hap.search.problem import Problem, chosen
@@ -35,7 +34,7 @@ def reshare(problem: Problem, found: Found) -> Found:
 
 
 def _shares(problem: Problem, found: Found) -> Mapping[str, Shares] | None:
-    used = set(used_groups(found.strategies.values()))
+    used = set(found.groups)
     return best_shares(
         problem.facts,
         found.strategies,
@@ -93,7 +92,7 @@ def deal_out_inputs(chooser: Chooser, best: Found) -> Found:
 
 def _whole_inputs(problem: Problem, best: Found) -> dict[int, tuple[int, ...]]:
     """Class of an input that is whole, though it could be sharded in a group in use -> the options that do so."""
-    used, found = used_groups(best.strategies.values()), {}
+    used, found = best.groups, {}
     for node in problem.choices.graph.sources("input"):
         placements = [s.outputs[0] for s in problem.facts.candidates[node.name]]
         options = tuple(i for i, p in enumerate(placements) if isinstance(p, Shard) and p.group in used)
@@ -104,7 +103,7 @@ def _whole_inputs(problem: Problem, best: Found) -> dict[int, tuple[int, ...]]:
 
 def polish(problem: Problem, found: Found, limits: Limits) -> Found:
     """Single atoms moved between ranks, in the groups that are used and free."""
-    used = set(used_groups(found.strategies.values()))
+    used = set(found.groups)
     coarse = COARSE * problem.world_size
     bundles = [b for b in problem.bundles if used.intersection(b) and problem.choices.groups[b[0]].n < coarse]
     moves = min(limits.moves, limits.work // (len(problem.choices.graph.nodes) * max(1, problem.world_size // 8)))

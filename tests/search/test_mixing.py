@@ -19,8 +19,7 @@ from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
 from hap.search import mixing
-from hap.search.assemble import used_groups
-from hap.search.found import Found
+from hap.search.found import Found, used_groups
 from hap.search.judge import as_run_s, finest
 from hap.search.limits import LIMITS
 from hap.search.mixing import _Mixture, or_mixed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hap.search.assemble import used_groups
-from hap.search.found import Found
+from hap.search.found import Found, used_groups
 from hap.search.judge import as_run_s
 from hap.search.limits import LIMITS
 from hap.search.onward import like_the_batch, onward

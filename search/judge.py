@@ -86,7 +86,7 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
     watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
-    watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
+    watch.look(f for f in (*_family(chooser, watch.least_s), *_in_shards(chooser)) if f.fits)
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
@@ -248,9 +248,8 @@ def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
     the batch's pieces that can be: where pins allow. A solver that counts every collective's latency and no overlap
     joins the ranks in mid-step to save gradients that a bundle takes along. No split with which some rank computes for
     longer than ``least_s``, whatever the strategies."""
-    problem = chooser.problem
-    batch = next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
-    if batch is None or problem.world_size == 1:
+    problem, batch = chooser.problem, _batch(chooser.problem)
+    if batch is None:
         return
     speeds = (1.0 / problem.whole_s, np.ones(problem.world_size))
     vectors = dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds)
@@ -261,7 +260,7 @@ def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
         for vector in split:
             sizes = problem.round({}, vector, vector)
             if found is None:
-                forced = _forced(problem, batch, sharded)
+                forced = _forced(problem, batch, sharded=sharded, throughout=True)
                 found = chooser.strategies(sizes, False, (), forced=forced, limited=False)
             else:  # little is left to choose, and that hardly depends on sizes
                 found = at_sizes(problem, found, sizes)
@@ -271,6 +270,27 @@ def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
             if (key := chosen(found.strategies)) not in dealt_out:
                 dealt_out.add(key)
                 yield _dealt_out(chooser, found)
+
+
+def _in_shards(chooser: Chooser) -> Iterator[Found]:
+    """The batch split by speed and parameters in shards, but calls as the solver would have them, and their shares then
+    dealt out anew: a beginning that the search's rounds do not have. Of a mixture of experts on many unlike hosts they
+    may miss a step two thirds as long."""
+    problem, batch = chooser.problem, _batch(chooser.problem)
+    if batch is not None:
+        speeds = tuple((1.0 / problem.whole_s / (1.0 / problem.whole_s).sum()).tolist())
+        forced = _forced(problem, batch, sharded=True, throughout=False)
+        found = chooser.strategies(problem.round({}, speeds, speeds), False, (), forced=forced, limited=False)
+        if found is not None:
+            yield found
+            yield _dealt_out(chooser, found)
+
+
+def _batch(problem: Problem) -> str | None:
+    """The group that inputs' first dim can be sharded in; None on one device."""
+    if problem.world_size == 1:
+        return None
+    return next((g for n in problem.choices.graph.sources("input") for g in _first_dims(problem, n.name)), None)
 
 
 def _everywhere(chooser: Chooser, least_s: float) -> Iterator[Found]:
@@ -291,9 +311,9 @@ def _everywhere(chooser: Chooser, least_s: float) -> Iterator[Found]:
             yield found
 
 
-def _forced(problem: Problem, batch: str, sharded: bool) -> dict[int, tuple[int, ...]]:
-    """Class -> the options that the family leaves it, if it does not leave it all."""
-    key = f"family by {batch}, {sharded}"
+def _forced(problem: Problem, batch: str, *, sharded: bool, throughout: bool) -> dict[int, tuple[int, ...]]:
+    """Class of a parameter or an input, ``throughout`` of a call, too -> the options that the family leaves it."""
+    key = f"family by {batch}, {sharded}, {throughout}"
     if key in problem.facts.found:
         return cast(dict[int, tuple[int, ...]], problem.facts.found[key])
     problem.facts.found[key] = found = dict[int, tuple[int, ...]]()
@@ -301,7 +321,7 @@ def _forced(problem: Problem, batch: str, sharded: bool) -> dict[int, tuple[int,
         options = problem.facts.candidates[node.name]
         if node.op == "parameter":
             fitting = [isinstance(s.outputs[0], Shard) if sharded else s.outputs[0] == REPLICATE for s in options]
-        elif node.op == "input" or not node.is_source:
+        elif node.op == "input" or (throughout and not node.is_source):
             fitting = [any(isinstance(p, Shard) and p.group == batch for p in (*s.inputs, *s.outputs)) for s in options]
         else:
             continue

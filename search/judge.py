@@ -6,9 +6,9 @@ fast link, while a parameter that the first layer needs is waited for. So the pl
 each lowered, rewritten and played (``score``); of the same strategies a program is drafted and rewritten once.
 
 The candidates are those the search has met, what it would choose if collectives had their plainest form only, and
-points of the same space that a bulk-synchronous view, or a start from other shares, passes by: the data-parallel family,
-whole or sharded parameters with the batch split by speed and evenly, and all calls on its pieces; parameters in shards
-with calls as the solver would have them; of a small model everything on every rank.
+points of the same space that a bulk-synchronous view, or a start from other shares, passes by: the data-parallel
+family, whole or sharded parameters with the batch split by speed and evenly, and all calls on its pieces; parameters in
+shards with calls as the solver would have them; of a small model everything on every rank.
 """
 
 from __future__ import annotations

@@ -276,7 +276,7 @@ def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
 def _in_shards(chooser: Chooser) -> Iterator[Found]:
     """The batch split by speed and parameters in shards, but calls as the solver would have them, and their shares then
     dealt out anew: a beginning that the search's rounds do not have. Of a mixture of experts on many unlike hosts they
-    may miss a step two thirds as long."""
+    may miss a much shorter step without it."""
     problem, batch = chooser.problem, _batch(chooser.problem)
     if batch is not None:
         speeds = tuple((1.0 / problem.whole_s / (1.0 / problem.whole_s).sum()).tolist())

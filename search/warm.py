@@ -90,7 +90,7 @@ class WarmProgram:
     ) -> Solution | None:
         self.solver.limit(upper)
         self.solver.minimise(cost)
-        limit = below + INTEGRAL * abs(below)  # a point that has no such costs would be looked for to the end
+        limit = below + INTEGRAL * abs(below)  # where there is no point, the steps would go on to the end
         relaxed = self.solver.solve(until(RELAXED, limit), reduced=True, start=start)
         self.is_empty, self.is_given_up = self.solver.ended == "infeasible" or self._is_above(below), False
         if relaxed is None or not relaxed.is_optimal:

@@ -87,7 +87,8 @@ class Conversion(_Frozen):
 
 class Prediction(_Frozen):
     """What the cost model expects. Seconds and bytes; one entry per rank where a tuple. ``step_s``, which the bound is
-    for, has nothing overlap; ``overlapped_s`` is the step of the program as it is run, after its passes."""
+    for, has nothing overlap; ``overlapped_s`` is the step of the program as it is run, after its passes, and no plan of
+    one axis for these devices is run in less than ``overlapped_bound_s``, which is in the file where it is known."""
 
     step_s: float = pydantic.Field(ge=0)
     overlapped_s: float | None = pydantic.Field(default=None, ge=0)
@@ -96,7 +97,15 @@ class Prediction(_Frozen):
     memory_bytes: tuple[Bytes, ...]
     memory_by_kind: tuple[dict[str, Bytes], ...]  # per rank: parameters, gradients, optimizer, activations, ...
     lower_bound_s: float | None = pydantic.Field(default=None, ge=0)  # proved, or absent
+    overlapped_bound_s: float | None = pydantic.Field(default=None, ge=0)  # likewise, of plans for the same devices
     tight: str = ""  # the constraint that limits the step, in words
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        body: dict[str, Any] = serialize(self)
+        if self.overlapped_bound_s is None:
+            body.pop("overlapped_bound_s", None)
+        return body
 
     @property
     def as_run_s(self) -> float:
@@ -109,6 +118,13 @@ class Prediction(_Frozen):
         if self.lower_bound_s is None:
             return None
         return max(0.0, 1.0 - self.lower_bound_s / self.step_s) if self.step_s else 0.0
+
+    @property
+    def gap_as_run(self) -> float | None:
+        """The same of the step as it is run, and the bound for that."""
+        if self.overlapped_bound_s is None or self.overlapped_s is None:
+            return None
+        return max(0.0, 1.0 - self.overlapped_bound_s / self.overlapped_s) if self.overlapped_s else 0.0
 
 
 class Provenance(_Frozen):

@@ -25,7 +25,7 @@ FEW = 8  # devices that are named one by one
 ASSUMPTIONS = (
     "device and link numbers come from the cluster description and the GPU catalogue, not from measurement",
     "step and bound: compute and communication do not overlap; the overlapped step is the program's as it is run",
-    "the lower bound holds for this cost model; it counts communication at its least for any shares",
+    "the lower bounds hold for this cost model; they count communication at its least for any shares",
 )
 
 
@@ -42,6 +42,7 @@ def assemble_plan(
     solver: Mapping[str, Any],
     advice: Advice | LeftOut | None = None,
     overlapped_s: float | None = None,
+    overlapped_bound_s: float | None = None,
     recomputed: tuple[Recomputed, ...] = (),
     batches: int = 1,
 ) -> Plan:
@@ -76,7 +77,7 @@ def assemble_plan(
         strategies={node.name: str(strategies[node.name]) for node in graph.nodes},
         conversions=evaluation.to_conversions(),
         predicted=evaluation.to_prediction(lower_bound_s).model_copy(
-            update={"tight": limits, "overlapped_s": overlapped_s}
+            update={"tight": limits, "overlapped_s": overlapped_s, "overlapped_bound_s": overlapped_bound_s}
         ),
         devices=tuple(d.name for d in cluster.devices),
         recomputed=recomputed,

@@ -77,6 +77,7 @@ class Tried:
     least_bound: LeastBound = field(init=False)
     beside: Beside | None = None
     _asked: dict[int, Question] = field(default_factory=dict)  # for bounds
+    _as_run: dict[int, Question] = field(default_factory=dict)  # for those of steps as run
 
     def __post_init__(self) -> None:
         self.least_bound = LeastBound(self.searches)
@@ -160,6 +161,24 @@ class Tried:
         assert chosen is not None and self.beside is not None, "asked of what is planned, after ``nest``"
         number, planned = chosen
         found: float = self.beside.answer(self.beside.ask("raised_s", self._aim(number, planned.best)))
+        return found
+
+    def foresee_as_run(self, number: int) -> None:
+        """The bound of steps as they are run is found beside the search for a plan of that cluster."""
+        if self.beside is not None:
+            self._as_run[number] = self.beside.ask("as_run_s", number)
+
+    def as_run_bound_s(self, *, at_once: bool = False) -> float | None:
+        """No plan for the devices of the best one is run in less; None where that one was not played, or nothing is
+        known. ``at_once``: nothing else is waited for."""
+        chosen = self.best()
+        assert chosen is not None, "asked of what is planned"
+        number, planned = chosen
+        if planned.overlapped_s is None:
+            return None
+        if self.beside is None or at_once or number not in self._as_run:
+            return self.least_bound.as_run_s(number)
+        found: float | None = self.beside.answer(self._as_run[number])
         return found
 
     def _aim(self, number: int, found: Found) -> Aim:
@@ -265,6 +284,7 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
             continue
         if number in tried.glances:
             tried.foresee(number, tried.glances[number])
+        tried.foresee_as_run(number)
         try:
             plan(number)
         except InfeasibleError as e:

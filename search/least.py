@@ -53,7 +53,7 @@ class Least:
         if (kind, nbytes) in self._measured:
             return self._measured[kind, nbytes]
         cluster, found = self.facts.cluster, list[float]()
-        source, target = _ends(kind)
+        source, target = ends_of(kind)
         classes = RankClasses.find(cluster)
         for name in candidates(kind, cluster):
             form = collective_coefficients(kind, name, nbytes, source, target, cluster)
@@ -71,7 +71,7 @@ class Least:
         on shares: of many ranks it is asked of kinds of devices.
         """
         cluster = self.facts.cluster
-        source, target = _ends(kind)
+        source, target = ends_of(kind)
         classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
         curves = []
         for name in candidates(kind, cluster):
@@ -83,7 +83,7 @@ class Least:
         return [min(column) for column in zip(*curves, strict=True)]
 
 
-def _ends(kind: Collective) -> tuple[Placement, Placement]:
+def ends_of(kind: Collective) -> tuple[Placement, Placement]:
     """A source and a target of such a collective."""
     source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
     target: Placement = replace(_SHARD, dim=1) if kind in ("reduce_scatter", "all_to_all") else REPLICATE

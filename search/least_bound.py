@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hap.cost_models.sequence import ConversionCost
 from hap.plan import Strategy
+from hap.search.as_run_bound import as_run_bound_s
 from hap.search.cases import SHORT_OF, Cases
 from hap.search.found import Found
 from hap.search.masses import Masses
@@ -65,6 +66,11 @@ class LeastBound:
     def least_s(self) -> float:
         """Below all plans of all searches."""
         return self._least(self._rough())[1]
+
+    def as_run_s(self, number: int) -> float | None:
+        """What the plans of one of them take at least as they are run; None where that is not known."""
+        facts = self.searches[number].problem.facts
+        return as_run_bound_s(facts) if facts.batches.count == 1 and facts.cluster.world_size > 1 else None
 
     def raised_if_least_s(self, aim: Aim) -> float | None:
         """``raised_s`` where the plan's own cluster has the least bound, as it will be asked about first whatever else

@@ -87,12 +87,14 @@ def plan_graph(
     advice: Advice | None = None
     stopped: dict[str, Any] = {}
     lower_bound_s: float | None = None
+    bound_as_run_s: float | None = None
     try:
         if leave_out:
             tried.nest()
             plan_nested(tried, partial(_plan_whole, tried))
             progress.say("raising the lower bound")
             lower_bound_s = tried.raised_bound_s()
+            bound_as_run_s = tried.as_run_bound_s()
         else:
             _plan_whole(tried, 0)
             if effort != "quick":
@@ -130,6 +132,7 @@ def plan_graph(
         solver={**search.statistics(best), **if_kept(search.problem, best), **_if_shorter(tried, best), **stopped},
         advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,
+        overlapped_bound_s=bound_as_run_s if bound_as_run_s is not None else tried.as_run_bound_s(at_once=True),
         recomputed=best.recomputed,
         batches=batches,
     )

@@ -82,17 +82,17 @@ def lower_bound(facts: Facts) -> LowerBound:
     separate, weights = weighted_bound(facts)
     if not separate.menus:
         return LowerBound(0.0, 0.0, 0)
-    around_s = _around_s(facts, weights)
-    compute_s = separate.seconds(weights) + around_s
+    beside_s = around_s(facts, weights)
+    compute_s = separate.seconds(weights) + beside_s
     if facts.cluster.world_size == 1:
         return LowerBound(compute_s, compute_s, 0)
     relaxed = relaxation(facts)
     joint_s = relaxed.seconds
-    seconds = compute_s if joint_s is None else max(compute_s, (joint_s + around_s) * (1 - SAFETY))
+    seconds = compute_s if joint_s is None else max(compute_s, (joint_s + beside_s) * (1 - SAFETY))
     return LowerBound(seconds, compute_s, len(relaxed.cost))
 
 
-def _around_s(facts: Facts, weights: Sequence[float]) -> float:
+def around_s(facts: Facts, weights: Sequence[float]) -> float:
     """What a step takes beside its calls, where that was measured, by these weights of the kinds of devices."""
     devices, counts = device_classes(facts.cluster)
     many = np.array(weights) * counts

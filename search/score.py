@@ -5,7 +5,7 @@ the values' whole bytes alone. Sizes change only how long each takes, and by whi
 is drafted and rewritten once (``score_of``), and played at as many sizes as somebody asks about (``Score.step_s``):
 
     a call        its node's seconds on every rank; a product that its bias was folded into is the product
-    a conversion  packing and joining are compute: the bytes copied, and the calls made (``_CALLS`` for each collective,
+    a conversion  packing and joining are compute: the bytes copied, and the calls made (``CALLS`` for each collective,
                   one for each value, or one for each rank's piece of it, assumed); the wire is one stream for all, in
                   the order of issue
     a bundle      one collective of all its bytes
@@ -37,7 +37,7 @@ from hap.placement import GroupSizes, Placement
 from hap.plan import Collective, Strategy
 
 _FOLDED = ("hap.addmm.default", "aten.addmm.default")
-_CALLS = 10
+CALLS = 10
 COPY_EFFICIENCY = 0.8  # of memory bandwidth, as in ``hap.cost_models.collective``
 
 
@@ -189,7 +189,7 @@ def _wire(work: Work, how: str, cluster: Cluster, sizes: GroupSizes) -> tuple[fl
         bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in cluster.devices])
         packing = packing + 2 * work.nbytes / (COPY_EFFICIENCY * bandwidth)
     if work.kind != "slice" and ranks > 1:
-        calls = _CALLS + work.values * (1 if work.kind == "all_reduce" else ranks)
+        calls = CALLS + work.values * (1 if work.kind == "all_reduce" else ranks)
         packing = packing + calls * np.array([d.launch_s for d in cluster.devices])
     return seconds, packing
 

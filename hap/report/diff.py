@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hap.mesh_plan import MeshPlan
-from hap.plan import Conversion, Plan
+from hap.plan import Conversion, Plan, Prediction
 from hap.report.summary import parameter_uses
 from hap.report.words import counted, listed, quantity, seconds, sizes_in_words, starred, table
 
@@ -92,6 +92,8 @@ def _figures(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Iterator[Number]:
     yield Number("sums over hosts", _sums_s(a), _sums_s(b), "s")
     if isinstance(a, MeshPlan) == isinstance(b, MeshPlan):  # no bound of one axis holds for two
         yield Number("lower bound", x.lower_bound_s or 0.0, y.lower_bound_s or 0.0, "s")
+    if isinstance(x, Prediction) and isinstance(y, Prediction) and (x.overlapped_bound_s or y.overlapped_bound_s):
+        yield Number("lower bound as run", x.overlapped_bound_s or 0.0, y.overlapped_bound_s or 0.0, "s")
     yield Number("fullest rank's memory", max(a.memory_bytes), max(b.memory_bytes), "B")
     yield Number("memory of all ranks", sum(a.memory_bytes), sum(b.memory_bytes), "B")
     moved = [[c for c in _conversions(plan) if c.collective != "slice"] for plan in (a, b)]

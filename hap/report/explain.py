@@ -76,6 +76,9 @@ def _sentences(facts: Facts) -> Iterator[str]:
             yield f"What would help most: {best.change}, by {gain:.0%} of a step."
         else:
             yield "No single improvement of the hardware that was tried would shorten it by half a percent."
+    if predicted.overlapped_bound_s:
+        bound = seconds(predicted.overlapped_bound_s)
+        yield f"By the same cost model no plan for this model runs in less than {bound} on these devices."
     if predicted.gap is not None and predicted.lower_bound_s:
         bound = seconds(predicted.lower_bound_s)
         how = "" if predicted.overlapped_s is None else ", nothing overlapped,"

@@ -66,4 +66,5 @@ def mesh_to_json(plan: MeshPlan) -> dict[str, Any]:
 
 def _without_bound(plan: Plan) -> Plan:
     """A host's bound is for its part alone: how far the whole is from the best, it does not say."""
-    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"lower_bound_s": None})})
+    unproved = {"lower_bound_s": None, "overlapped_bound_s": None}
+    return plan.model_copy(update={"predicted": plan.predicted.model_copy(update=unproved)})

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from hap.cluster import ClusterSpec
 from hap.placement import Shard
-from hap.plan import Plan
+from hap.plan import Plan, Prediction
 from hap.report.words import (
     FEW_RANKS,
     MANY,
@@ -122,7 +122,7 @@ def _headline(plan: Plan) -> Iterator[str]:
     if predicted.overlapped_s is None:
         yield f"predicted step: {seconds(predicted.step_s)}{proof}"
     else:
-        yield f"predicted step: {seconds(predicted.overlapped_s)} as it is run"
+        yield f"predicted step: {seconds(predicted.overlapped_s)} as it is run{_proof_as_run(predicted)}"
         yield f"nothing overlapped: {seconds(predicted.step_s)}{proof}"
         if (least := shortest(plan)) is not None:
             yield f"by that clock another plan that was found is shorter, {least}; this one was chosen as it is run"
@@ -130,6 +130,13 @@ def _headline(plan: Plan) -> Iterator[str]:
         yield repeated
     if ended := how_it_ended(plan):
         yield ended
+
+
+def _proof_as_run(predicted: Prediction) -> str:
+    if predicted.overlapped_bound_s is None or predicted.gap_as_run is None:
+        return ""
+    least = seconds(predicted.overlapped_bound_s)
+    return f"; no plan of one axis runs in less than {least} on these devices (proved, gap {predicted.gap_as_run:.1%})"
 
 
 def shortest(plan: Plan) -> str | None:

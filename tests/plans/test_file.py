@@ -112,6 +112,15 @@ def test_what_is_no_plan_is_refused_before_any_field_is_read(text: str) -> None:
         Plan.from_json(text, "x.json")
 
 
+def test_what_is_proved_of_the_step_as_it_is_run_is_in_the_file_where_it_is_known() -> None:
+    plan = small_plan()
+    assert "overlapped_bound_s" not in plan.to_json() and plan.predicted.gap_as_run is None
+    predicted = plan.predicted.model_copy(update={"overlapped_s": 2.0, "overlapped_bound_s": 1.5})
+    proved = plan.model_copy(update={"predicted": predicted})
+    assert '"overlapped_bound_s": 1.5' in proved.to_json() and proved.predicted.gap_as_run == 0.25
+    assert Plan.from_json(proved.to_json()) == proved
+
+
 def test_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_file, "MAX_CHARACTERS", 100)
     with pytest.raises(PlanError, match="more than any plan has"):

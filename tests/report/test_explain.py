@@ -95,6 +95,7 @@ def test_a_manager_reads_one_paragraph() -> None:
     )
     assert "The cluster costs 4.00 an hour" in said and "\n" not in said
     assert re.search(r"What would help most: [a-z0-9% ]+, by \d+% of a step\.", said)
+    assert re.search(r"no plan for this model runs in less than [0-9.]+ [mu]s on these devices\.", said)
 
 
 def test_a_plan_of_version_1_is_explained_without_times() -> None:
@@ -179,6 +180,14 @@ class TestDiff:
         assert [(n.name, n.change) for n in found.numbers] == [("predicted step", -0.5)]
         assert str(found).splitlines()[0].split() == ["predicted", "step", "2", "s", "->", "1", "s", "-50.0%"]
         assert json.loads(json.dumps(found.to_json()))["same"] is False
+
+    def test_the_bound_of_the_step_as_it_is_run(self) -> None:
+        old = small_plan()
+        predicted = old.predicted.model_copy(update={"overlapped_s": 1.0, "overlapped_bound_s": 0.5})
+        found = diff(old, old.model_copy(update={"predicted": predicted}))
+        assert [(n.name, n.before, n.after) for n in found.numbers if "bound" in n.name] == [
+            ("lower bound as run", 0.0, 0.5)
+        ]
 
     def test_what_it_was_made_for(self) -> None:
         old = small_plan()

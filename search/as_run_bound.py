@@ -1,0 +1,171 @@
+"""What a step takes at least as it is run, its collectives bundled and beside compute, over all strategies and shares.
+
+A program is played with one clock for each rank and one wire (``score``). Whatever is beside what, no rank ends before
+it has made all of its calls, and packed and joined what it sends, and the wire not before it has carried everything:
+
+    T >= max_r compute[r]  >=  sum_n line[n, s(n)] + sum packing(p, q, bytes) C[v,p,q]         (compute)
+    T >= wire              >=  sum wire(p, q, bytes) C[v,p,q]                                    (wire)
+
+with the weights, lines, variables and rows of ``relaxation``. For any lambda in [0, 1]
+
+    T  >=  min over the relaxation's points of  lambda compute + (1 - lambda) wire
+
+and the lambda that makes it largest is found by cutting planes: every solution is a line in lambda, which bounds what
+any lambda can gain from above. The passes may fold a bias into its product, so what may be such an addition counts as
+nothing, and bundle what is small: a bundle of no more than ``LIMIT_BYTES`` costs, of its members, each the part that
+its bytes are of that limit. What an all-to-all between shards carries may be nothing; its latency and its copies count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from ortools.math_opt import parameters_pb2
+
+from hap.codegen.passes.bucket import LIMIT_BYTES
+from hap.conversion import collective_kind
+from hap.cost_models.collective import CollectiveForm, candidates, collective_coefficients
+from hap.cost_models.fold import fold
+from hap.cost_models.profile import CalibratedCluster
+from hap.fabric import Array
+from hap.graph import Graph, Node
+from hap.hosts_sum import HOSTS_SUM
+from hap.plan import Collective
+from hap.search.bound import computes_like
+from hap.search.least import UNIT_BYTES, ends_of, row_weights, stage_least_s
+from hap.search.milp import MS
+from hap.search.prices import Facts
+from hap.search.protos import OFF, KeptSolver, seeded
+from hap.search.relaxation import SAFETY, Relaxation, around_s, relaxation
+from hap.search.score import CALLS, COPY_EFFICIENCY
+from hap.search.wires import GRID, RankClasses
+
+SOLVED = 5  # programs
+WORTH = 1e-3  # of the bound: no further lambda is tried for less
+# the last point stays feasible when costs change
+PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, presolve=OFF)
+
+
+def as_run_bound_s(facts: Facts) -> float | None:
+    """Seconds; None if the solver finds no optimum. Of steps of one batch. Of measured collectives nothing is known
+    at other sizes of bundles, so there computing alone is."""
+    assert facts.batches.count == 1, "every conversion is priced whole"
+    relaxed = relaxation(facts)
+    if relaxed.seconds is None:
+        return None
+    solver = KeptSolver(relaxed.program())  # of its own: others go on from where the relaxation's ended
+    start = relaxed.solver.basis
+    compute, wire = _Streams(relaxed).costs()
+    points: list[tuple[float, float]] = []  # of solutions: compute and wire, ms
+    best_ms, part = 0.0, 1.0
+    for _ in range(SOLVED):
+        solver.minimise(part * compute + (1 - part) * wire)
+        solved = solver.solve(PRIMAL, start=start)
+        if solved is None or not solved.is_optimal:
+            break
+        start = None
+        best_ms = max(best_ms, solved.bound)
+        points.append((float(compute @ solved.values), float(wire @ solved.values)))
+        promised_ms, part = _most_promising(points)
+        if promised_ms <= best_ms * (1 + WORTH):
+            break
+    if not points:
+        return None
+    return (best_ms / MS + around_s(facts, relaxed.weight.tolist())) * (1 - SAFETY)
+
+
+def _most_promising(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """The most that a lambda can come to by the lines so far, and that lambda."""
+    crossings = [
+        (w2 - w1) / slope
+        for i, (c1, w1) in enumerate(points)
+        for c2, w2 in points[:i]
+        if (slope := (c1 - w1) - (c2 - w2)) != 0
+    ]
+    tried = [1.0, 0.0, *(x for x in crossings if 0 < x < 1)]
+    return max((min(x * c + (1 - x) * w for c, w in points), x) for x in tried)
+
+
+def may_be_folded(graph: Graph, node: Node) -> bool:
+    """Whether it adds a bias to a product, as far as can be told before it is known what is in between."""
+    if node.op != "aten.add.Tensor" or len(node.inputs) != 2:
+        return False
+    product, bias = (graph.by_name[v.node] for v in node.inputs)
+    if product.op == "aten.view.default":
+        product = graph.by_name[product.inputs[0].node]
+    return product.op == "aten.mm.default" and len(graph.meta(node.inputs[1]).shape) == 1 and bias is not product
+
+
+@dataclass(eq=False)
+class _Streams:
+    """What the relaxation's variables cost either stream."""
+
+    relaxed: Relaxation
+    _packing: dict[Collective, float] = field(default_factory=dict)  # seconds a byte
+    _curves: dict[Collective, list[float]] = field(default_factory=dict)  # seconds of the wire at the sizes of ``GRID``
+
+    def __post_init__(self) -> None:
+        self.facts, self.cluster = self.relaxed.facts, self.relaxed.facts.cluster
+        kinds = [computes_like(d) for d in self.relaxed.devices]
+        of = [kinds.index(computes_like(d)) for d in self.cluster.devices]
+        self.weights: Array = self.relaxed.weight[of]  # (N,), together one
+        self.launch_s = float(self.weights @ np.array([d.launch_s for d in self.cluster.devices]))
+
+    def costs(self) -> tuple[Array, Array]:
+        """(V,) each: compute and wire, in ms."""
+        relaxed, free = self.relaxed, self._free()
+        compute, wire = np.zeros((2, len(relaxed.cost)))
+        for v, count, name, option in relaxed.options:
+            if relaxed.fine[name] not in free:
+                compute[v] = count * relaxed.node_s(name, option) * MS
+        if not isinstance(self.cluster, CalibratedCluster):
+            for v, each, nbytes, source, target in relaxed.conversions:
+                kind = collective_kind(source, target)
+                if kind != "slice":
+                    compute[v] += self.packing_s(kind, nbytes) * MS / each
+                    wire[v] += self.wire_s(kind, nbytes) * MS / each
+        return compute, wire
+
+    def _free(self) -> frozenset[int]:
+        """The types of which some call may be folded into another, or is on a wire of its own."""
+        graph = self.facts.graph
+        free = (n.name for n in graph.nodes if n.op == HOSTS_SUM or may_be_folded(graph, n))
+        return frozenset(self.relaxed.fine[name] for name in free)
+
+    def packing_s(self, kind: Collective, nbytes: int) -> float:
+        """Of the ranks, weighted: what is copied, the value's own calls, and its part of the collective's."""
+        if kind not in self._packing:
+            whole = [s.stages for s in self._forms(kind, UNIT_BYTES)]
+            copies = [sum(stage_least_s(s, self.weights) for s in stages if s.in_memory) for stages in whole]
+            flat = 0.0
+            if kind == "all_reduce":
+                rates = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
+                flat = float(self.weights @ (2 / (COPY_EFFICIENCY * rates)))
+            self._packing[kind] = min(copies) / UNIT_BYTES + flat
+        own = 1 if kind == "all_reduce" else self.cluster.world_size
+        return self._packing[kind] * nbytes + (own + CALLS * _part(nbytes)) * self.launch_s
+
+    def wire_s(self, kind: Collective, nbytes: int) -> float:
+        """By the fastest way of ``nbytes``, or of the largest bundle that it may be part of."""
+        if kind not in self._curves:
+            classes, kinds = RankClasses.find(self.cluster), fold(self.cluster) or self.cluster
+            ways = []
+            for name, form in zip(candidates(kind, self.cluster), self._forms(kind, UNIT_BYTES), strict=True):
+                sent = [] if kind == "all_to_all" else [s for s in form.stages if not s.in_memory]
+                per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in sent) / UNIT_BYTES
+                constants = [
+                    collective_coefficients(kind, name, nbytes, *ends_of(kind), kinds).constant_s for nbytes in GRID
+                ]
+                ways.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
+            self._curves[kind] = [min(column) for column in zip(*ways, strict=True)]
+        return _part(nbytes) * float(np.interp(max(nbytes, LIMIT_BYTES), GRID, self._curves[kind]))
+
+    def _forms(self, kind: Collective, nbytes: int) -> list[CollectiveForm]:
+        ways = candidates(kind, self.cluster)
+        return [collective_coefficients(kind, how, nbytes, *ends_of(kind), self.cluster) for how in ways]
+
+
+def _part(nbytes: int) -> float:
+    """Of a collective that a value is at least: it may be bundled with others, up to ``LIMIT_BYTES``."""
+    return min(1.0, nbytes / LIMIT_BYTES)

@@ -240,8 +240,8 @@ def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> N
     report.text(
         "Seconds are of the whole search by the clock on the wall, on two cores, capture apart; CPU seconds of the "
         "search and of the process beside it that proves bounds, which may be ended before it is done. Step and bound "
-        "are the cost model's, without overlap; `as run` is the step of the program after its passes, with what it may be "
-        "above the least that any plan for the devices used is run in. The bound of the other step holds "
+        "are the cost model's, without overlap; `as run` is the step of the program after its passes, and `its gap` is "
+        "to what no plan for the devices used runs in less than. The bound of the other step holds "
         "for all strategies and all shares on all devices of the cluster, and on those that are left without its "
         "slowest kinds: where a job on fewer devices is faster, the plan is for these. `shortest`: another plan "
         "that was found and is shorter with nothing overlapped; the one chosen is so by its step as run. `tight` says "

@@ -56,7 +56,7 @@ def as_run_bound_s(facts: Facts) -> float | None:
         return None
     solver = KeptSolver(relaxed.program())  # of its own: others go on from where the relaxation's ended
     start = relaxed.solver.basis
-    compute, wire = _Streams(relaxed).costs()
+    compute, wire = Streams(relaxed).costs()
     points: list[tuple[float, float]] = []  # of solutions: compute and wire, ms
     best_ms, part = 0.0, 1.0
     for _ in range(SOLVED):
@@ -98,7 +98,7 @@ def may_be_folded(graph: Graph, node: Node) -> bool:
 
 
 @dataclass(eq=False)
-class _Streams:
+class Streams:
     """What the relaxation's variables cost either stream."""
 
     relaxed: Relaxation

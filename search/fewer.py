@@ -168,15 +168,15 @@ class Tried:
         if self.beside is not None:
             self._as_run[number] = self.beside.ask("as_run_s", number)
 
-    def as_run_bound_s(self, *, at_once: bool = False) -> float | None:
+    def as_run_bound_s(self) -> float | None:
         """No plan for the devices of the best one is run in less; None where that one was not played, or nothing is
-        known. ``at_once``: nothing else is waited for."""
+        known."""
         chosen = self.best()
         assert chosen is not None, "asked of what is planned"
         number, planned = chosen
         if planned.overlapped_s is None:
             return None
-        if self.beside is None or at_once or number not in self._as_run:
+        if self.beside is None or number not in self._as_run:
             return self.least_bound.as_run_s(number)
         found: float | None = self.beside.answer(self._as_run[number])
         return found

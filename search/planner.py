@@ -94,7 +94,6 @@ def plan_graph(
             plan_nested(tried, partial(_plan_whole, tried))
             progress.say("raising the lower bound")
             lower_bound_s = tried.raised_bound_s()
-            bound_as_run_s = tried.as_run_bound_s()
         else:
             _plan_whole(tried, 0)
             if effort != "quick":
@@ -102,6 +101,7 @@ def plan_graph(
                 search, _, overlapped_s = planned = tried.planned[0]
                 as_run = overlapped_s is not None
                 advice = advise(search.problem, planned.as_run_s, as_run, partial(search.alone_s, as_run=as_run))
+        bound_as_run_s = tried.as_run_bound_s()
         for proved_s in tried.proofs() if batches == 1 else ():  # cases know of one batch
             lower_bound_s = max(proved_s, lower_bound_s or 0.0)
             progress.say(partial(_proved, lower_bound_s, tried.best()))
@@ -132,7 +132,7 @@ def plan_graph(
         solver={**search.statistics(best), **if_kept(search.problem, best), **_if_shorter(tried, best), **stopped},
         advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,
-        overlapped_bound_s=bound_as_run_s if bound_as_run_s is not None else tried.as_run_bound_s(at_once=True),
+        overlapped_bound_s=bound_as_run_s,
         recomputed=best.recomputed,
         batches=batches,
     )

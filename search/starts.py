@@ -33,7 +33,7 @@ def find_starts(problem: Problem) -> list[Start]:
     vectors = [] if storing is None else [(speed, storing)]
     for slow in sorted({round(float(s), 12) for s in speed / speed.max()})[-2::-1]:
         fast = np.where(speed / speed.max() > slow + 1e-9, speed, 0.0)
-        vectors.append((fast, fast if storing is None else storing))
+        vectors.append((fast, fast))  # who stores nothing, either, has nothing to send
     vectors += [(speed, speed), (memory, memory), (np.ones(len(devices)),) * 2]
     if len(problem.fixed) == len(problem.choices.groups):
         vectors = vectors[:1]

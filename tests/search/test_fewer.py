@@ -12,7 +12,7 @@ from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.plan import Plan
 from hap.search import plan_graph, planner
-from hap.search.fewer import LIKELY, Planned, Tried, plan_nested
+from hap.search.fewer import Planned, Tried, plan_nested
 from hap.search.found import Found
 from hap.search.least_bound import MOST_NODES
 from hap.search.limits import LIMITS
@@ -72,9 +72,15 @@ def test_no_plan_is_longer_as_run_than_that_for_all(network: str) -> None:
     elif "with_all_overlapped_s" in plan.provenance.solver:
         with_all_s, sought_s = plan.provenance.solver["with_all_overlapped_s"], whole.predicted.overlapped_s
         if plan.provenance.solver.get("with_all_glanced"):
-            assert LIKELY * with_all_s <= sought_s <= with_all_s
+            assert sought_s <= with_all_s
         else:
             assert with_all_s == sought_s
+
+
+def test_one_plan_of_all_begins_with_everything_on_the_fastest() -> None:
+    """Who stores nothing, either, sends nothing: with shares of the parameters on the slow one a step takes 3.1 ms."""
+    whole, fewer = plan_graph(MODEL, mixed("1GB/s")), plan_graph(MODEL, mixed("1GB/s"), leave_out=True)
+    assert fewer.world_size == 2 and whole.predicted.as_run_s < 2 * fewer.predicted.as_run_s
 
 
 def test_no_choice_of_devices_is_better() -> None:

@@ -48,8 +48,8 @@ PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, presolv
 
 
 def as_run_bound_s(facts: Facts) -> float | None:
-    """Seconds; None if the solver finds no optimum. Of steps of one batch. Of measured collectives nothing is known
-    at other sizes of bundles, so there computing alone is."""
+    """Seconds; None if the solver finds no optimum. Of steps of one batch. Of measured collectives it is not known what
+    bundles of other sizes take, so there it is of computing alone."""
     assert facts.batches.count == 1, "every conversion is priced whole"
     relaxed = relaxation(facts)
     if relaxed.seconds is None:

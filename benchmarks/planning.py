@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks.common import COLOURS, RESULTS, Report, drawing, markdown_table, parse
-from benchmarks.planning_cases import LARGE, PER_DEVICE, SMALL, captured, cluster, titled
+from benchmarks.planning_cases import LARGE, PER_DEVICE, SMALL, captured, cluster, titled, used_by
 from hap.deferral import Batches
 from hap.errors import HapError
 from hap.plan import Plan
@@ -35,7 +35,6 @@ from hap.search.pins import Pins
 from hap.search.prices import Facts
 from hap.search.problem import Problem
 from hap.search.relaxation import lower_bound
-from hap.search.subsets import without
 
 NAME = "planning"
 PARTS = ("ablations", "sailor", "hap", "astar")
@@ -174,9 +173,8 @@ def planned(model: str, name: str, *, batches: int = 1) -> Row:
         return Row(model, name, spec.world_size, cpu_s, wall_s, failure=str(e))
     cpu_s, wall_s = _cpu_s() - began, time.perf_counter() - wall
     p = plan.predicted
-    left = plan.provenance.solver.get("left_out", [])
-    used, of_step = without(spec, left) if left else spec, Batches.of(graph, batches)
-    facts = Problem.state(found, used, plan.provenance.optimizer, Pins(), of_step).facts
+    of_step = Batches.of(graph, batches)
+    facts = Problem.state(found, used_by(plan, spec), plan.provenance.optimizer, Pins(), of_step).facts
     return Row(
         model,
         name,

@@ -5,6 +5,7 @@
     one segment            one share vector for all groups: the best of several, the free plan's own among them
     one way per collective padded all-gather and reduce-scatter, ring all-reduce, direct all-to-all: no choice of how
     no factor sending      no weight gradient is computed whole by all from gathered factors instead of being reduced
+    no start on the fastest the search never begins with everything on the fastest kinds of devices
 
 The figure is how much longer the step is without, by the clock that plans are chosen by: the program as it runs. None
 may be shorter. A second table has the step with nothing overlapped, by which nothing is chosen. A third has plans in
@@ -50,8 +51,10 @@ from hap.search.classes import find_classes
 from hap.search.judge import TIE
 from hap.search.milp import make_skeleton
 from hap.search.prices import Facts
+from hap.search.problem import Problem
 from hap.search.refine import INPUT_TOLERANCE
 from hap.search.rounding import round_shares
+from hap.search.starts import Start, find_starts
 from hap.search.tables import Prices, Tables
 
 NAME = "planning_ablations"
@@ -168,6 +171,14 @@ def no_factors(case: Case) -> Plan:
     return plan_graph(without_factors(case.found), case.spec)
 
 
+def no_start_on_the_fastest(case: Case) -> Plan:
+    def elsewhere(problem: Problem) -> list[Start]:
+        return [start for start in find_starts(problem) if not start.left_out]
+
+    with mock.patch("hap.search.planner.find_starts", elsewhere):
+        return plan_graph(case.found, case.spec)
+
+
 def without_factors(found: Choices) -> Choices:
     """A product that makes a gradient is reduced or sharded, never whole from whole factors, where it has a choice."""
     strategies = dict(found.strategies)
@@ -198,6 +209,7 @@ ABLATIONS: Mapping[str, Ablation] = {
     "one segment": one_segment,
     "one way per collective": one_way,
     "no factor sending": no_factors,
+    "no start on the fastest": no_start_on_the_fastest,
 }
 
 

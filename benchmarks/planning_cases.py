@@ -20,6 +20,8 @@ from benchmarks.zoo_models.case import Output, next_token_loss, tokens
 from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.graph import Graph
+from hap.plan import Plan
+from hap.search.subsets import without
 
 PER_DEVICE = {"gpt2": 4, "bert": 8, "vit": 32, "vgg19": 32, "hap_bert_moe": 32}  # samples
 OTHERS = {"resnet50": 32, "unet": 2, "lstm": 16, "mixtral": 2, "convnext": 16}  # planned when they are asked for
@@ -129,6 +131,12 @@ def cluster(name: str) -> ClusterSpec:
         link, network = FABRIC[gpu]
         hosts += HOST.format(i=i, gpu=gpu, count=count, link=link, network=network)
     return ClusterSpec.from_yaml(f"name: {name}\nbackend: nccl\nhosts:\n{hosts}")
+
+
+def used_by(plan: Plan, spec: ClusterSpec) -> ClusterSpec:
+    """The devices of ``spec`` that a plan which may leave some out is for."""
+    left = plan.provenance.solver.get("left_out", [])
+    return without(spec, left) if left else spec
 
 
 def captured(model: str, devices: int) -> Graph:

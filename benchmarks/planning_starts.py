@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Report, parse
-from benchmarks.planning_cases import PER_DEVICE, SMALL, captured, cluster, titled
+from benchmarks.planning_cases import PER_DEVICE, SMALL, captured, cluster, titled, used_by
 from hap.errors import InfeasibleError
 from hap.fabric import Array
 from hap.plan import Plan
@@ -35,12 +35,12 @@ from hap.search import plan_graph
 from hap.search.judge import TIE
 from hap.search.problem import Problem
 from hap.search.starts import Start
-from hap.search.subsets import without
 
 NAME = "planning_starts"
 QUICK = ("vgg19@mix-4",)
 EMPTY = 0.4  # of the beginnings leave hosts without anything, each with a chance of one half
 COLUMNS = ("model", "cluster", "devices", "s", "as run ms", "others' shortest", "nothing overlapped ms", "shortest")
+COLUMNS += ("unfit",)
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,6 @@ class Row:
     bulk_s: float
     other_bulk_s: float
     unfit: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}@{self.cluster}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.text(
         f"From {options.extra.beginnings} random beginnings each, on the devices that the plan is for. Counted as "
         f"shorter is more than {TIE:.0%}, which the judge does not tell apart. The step with nothing overlapped is the "
-        "shortest that was met; plans are chosen by the other."
+        "shortest that was met; plans are chosen by the other. `unfit`: beginnings from which nothing fits."
     )
     report.table("Cases", COLUMNS, [_cells(row) for row in rows])
     report.write(None)
@@ -101,25 +97,24 @@ def compared(model: str, name: str, *, beginnings: int) -> Row:
     began, spec = time.perf_counter(), cluster(name)
     found = choices(captured(model, spec.world_size))
     plan = plan_graph(found, spec, leave_out=True)
-    left = plan.provenance.solver.get("left_out", [])
-    used = without(spec, left) if left else spec
-    others, unfit = [], 0
+    used, others, unfit = used_by(plan, spec), list[Plan](), 0
     for seed in range(beginnings):
         with mock.patch("hap.search.planner.find_starts", _beginning(seed)):
             try:
                 others.append(plan_graph(found, used))
             except InfeasibleError:
                 unfit += 1
-    wall_s, nothing = time.perf_counter() - began, [plan]
+    if not others:
+        raise SystemExit(f"{model}@{name}: nothing fits from any of {beginnings} beginnings; ask for more")
     return Row(
         model,
         name,
         used.world_size,
-        wall_s,
+        time.perf_counter() - began,
         plan.predicted.as_run_s,
-        min(p.predicted.as_run_s for p in others or nothing),
+        min(p.predicted.as_run_s for p in others),
         _least_s(plan),
-        min(_least_s(p) for p in others or nothing),
+        min(_least_s(p) for p in others),
         unfit,
     )
 
@@ -154,7 +149,7 @@ def _drawn(problem: Problem, rng: np.random.Generator) -> Array:
 def _cells(row: Row) -> list[str]:
     run, bulk = (f"{x * 1e3:.1f}" for x in (row.run_s, row.bulk_s))
     other, least = f"{row.other_run_s / row.run_s:.4f}", f"{row.other_bulk_s / row.bulk_s:.4f}"
-    return [titled(row.model), row.cluster, str(row.used), f"{row.wall_s:.0f}", run, other, bulk, least]
+    return [titled(row.model), row.cluster, str(row.used), f"{row.wall_s:.0f}", run, other, bulk, least, str(row.unfit)]
 
 
 if __name__ == "__main__":

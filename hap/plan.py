@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 
@@ -65,6 +65,18 @@ class _Frozen(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
+class _Sparse(_Frozen):
+    """A field in ``absent`` came after files of its version were written: where it says nothing it is not in a file."""
+
+    absent: ClassVar[tuple[str, ...]] = ()
+
+    @pydantic.model_serializer(mode="wrap")
+    def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        body: dict[str, Any] = serialize(self)
+        nothing = {name for name in self.absent if getattr(self, name) == type(self).model_fields[name].default}
+        return {name: value for name, value in body.items() if name not in nothing}
+
+
 class GroupPlan(_Frozen):
     """One dimension group: its length in atoms, what it is in words, and each rank's whole-number size."""
 
@@ -85,11 +97,12 @@ class Conversion(_Frozen):
     nbytes: int = pydantic.Field(ge=0)  # of the whole value
 
 
-class Prediction(_Frozen):
+class Prediction(_Sparse):
     """What the cost model expects. Seconds and bytes; one entry per rank where a tuple. ``step_s``, which the bound is
     for, has nothing overlap; ``overlapped_s`` is the step of the program as it is run, after its passes, and no plan of
     one axis for these devices is run in less than ``overlapped_bound_s``, which is in the file where it is known."""
 
+    absent = ("overlapped_bound_s",)
     step_s: float = pydantic.Field(ge=0)
     overlapped_s: float | None = pydantic.Field(default=None, ge=0)
     compute_s: tuple[Seconds, ...]
@@ -99,13 +112,6 @@ class Prediction(_Frozen):
     lower_bound_s: float | None = pydantic.Field(default=None, ge=0)  # proved, or absent
     overlapped_bound_s: float | None = pydantic.Field(default=None, ge=0)  # likewise, of plans for the same devices
     tight: str = ""  # the constraint that limits the step, in words
-
-    @pydantic.model_serializer(mode="wrap")
-    def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        body: dict[str, Any] = serialize(self)
-        if self.overlapped_bound_s is None:
-            body.pop("overlapped_bound_s", None)
-        return body
 
     @property
     def as_run_s(self) -> float:
@@ -127,9 +133,10 @@ class Prediction(_Frozen):
         return max(0.0, 1.0 - self.overlapped_bound_s / self.overlapped_s) if self.overlapped_s else 0.0
 
 
-class Provenance(_Frozen):
+class Provenance(_Sparse):
     """What the plan was made for and by."""
 
+    absent = ("reduce_dtype",)
     model: str
     model_fingerprint: str
     parameters: int
@@ -145,13 +152,6 @@ class Provenance(_Frozen):
     assumptions: tuple[str, ...] = ()
     profile_fingerprint: str | None = None  # of the measurements that the predictions rest on
     reduce_dtype: ReduceName | None = None  # of exchanged gradients; not in the file if their own
-
-    @pydantic.model_serializer(mode="wrap")
-    def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        body: dict[str, Any] = serialize(self)
-        if self.reduce_dtype is None:
-            body.pop("reduce_dtype", None)
-        return body
 
     def check_model(self, name: str, fingerprint: str) -> None:
         """PlanError unless the plan was made for this model."""
@@ -242,11 +242,12 @@ class Recomputed(_Frozen):
     calls: tuple[str, ...]
 
 
-class Plan(_Frozen):
+class Plan(_Sparse):
     """See the module docstring. ``strategies`` maps a node's name to the text of its ``Strategy``. ``recomputed`` is
     not in the file where nothing is, nor ``gradient_accumulation_steps`` where a step has one batch. Where it has more,
     what is predicted is of one batch, the mean over a step's."""
 
+    absent = ("recomputed", "gradient_accumulation_steps")
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
     groups: dict[str, GroupPlan]
@@ -257,15 +258,6 @@ class Plan(_Frozen):
     explanation: Explanation | None = None
     recomputed: tuple[Recomputed, ...] = ()
     gradient_accumulation_steps: int = pydantic.Field(default=1, ge=1)
-
-    @pydantic.model_serializer(mode="wrap")
-    def _without_nothing(self, serialize: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
-        body: dict[str, Any] = serialize(self)
-        if not self.recomputed:
-            body.pop("recomputed", None)
-        if self.gradient_accumulation_steps == 1:
-            body.pop("gradient_accumulation_steps", None)
-        return body
 
     @property
     def repeated(self) -> tuple[str, ...]:

@@ -25,21 +25,20 @@ from ortools.math_opt import parameters_pb2
 
 from hap.codegen.passes.bucket import LIMIT_BYTES
 from hap.conversion import collective_kind
-from hap.cost_models.collective import CollectiveForm, candidates, collective_coefficients
-from hap.cost_models.fold import fold
+from hap.cost_models.collective import candidates, collective_coefficients
 from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
 from hap.graph import Graph, Node
 from hap.hosts_sum import HOSTS_SUM
 from hap.plan import Collective
 from hap.search.bound import computes_like
-from hap.search.least import UNIT_BYTES, ends_of, row_weights, stage_least_s
+from hap.search.least import UNIT_BYTES, ends_of, least_curve, stage_least_s
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import OFF, KeptSolver, seeded
 from hap.search.relaxation import SAFETY, Relaxation, around_s, relaxation
-from hap.search.score import CALLS, COPY_EFFICIENCY
-from hap.search.wires import GRID, RankClasses
+from hap.search.score import CALLS, packing_terms
+from hap.search.wires import GRID
 
 SOLVED = 5  # programs
 WORTH = 1e-3  # of the bound: no further lambda is tried for less
@@ -102,7 +101,7 @@ class Streams:
     """What the relaxation's variables cost either stream."""
 
     relaxed: Relaxation
-    _packing: dict[Collective, float] = field(default_factory=dict)  # seconds a byte
+    _packing: dict[Collective, tuple[float, int]] = field(default_factory=dict)  # seconds a byte, calls of a value
     _curves: dict[Collective, list[float]] = field(default_factory=dict)  # seconds of the wire at the sizes of ``GRID``
 
     def __post_init__(self) -> None:
@@ -136,34 +135,21 @@ class Streams:
     def packing_s(self, kind: Collective, nbytes: int) -> float:
         """Of the ranks, weighted: what is copied, the value's own calls, and its part of the collective's."""
         if kind not in self._packing:
-            whole = [s.stages for s in self._forms(kind, UNIT_BYTES)]
-            copies = [sum(stage_least_s(s, self.weights) for s in stages if s.in_memory) for stages in whole]
-            flat = 0.0
-            if kind == "all_reduce":
-                rates = np.array([d.memory_bandwidth_bytes_per_s for d in self.cluster.devices])
-                flat = float(self.weights @ (2 / (COPY_EFFICIENCY * rates)))
-            self._packing[kind] = min(copies) / UNIT_BYTES + flat
-        own = 1 if kind == "all_reduce" else self.cluster.world_size
-        return self._packing[kind] * nbytes + (own + CALLS * _part(nbytes)) * self.launch_s
+            copies = []
+            for how in candidates(kind, self.cluster):
+                form = collective_coefficients(kind, how, UNIT_BYTES, *ends_of(kind), self.cluster)
+                copies.append(sum(stage_least_s(s, self.weights) for s in form.stages if s.in_memory))
+            flat, calls = packing_terms(kind, self.cluster.devices, self.cluster.world_size)
+            self._packing[kind] = min(copies) / UNIT_BYTES + float(self.weights @ flat), calls
+        per_byte, own = self._packing[kind]
+        return per_byte * nbytes + (own + CALLS * _part(nbytes)) * self.launch_s
 
     def wire_s(self, kind: Collective, nbytes: int) -> float:
         """By the fastest way of ``nbytes``, or of the largest bundle that it may be part of."""
         if kind not in self._curves:
-            classes, kinds = RankClasses.find(self.cluster), fold(self.cluster) or self.cluster
-            ways = []
-            for name, form in zip(candidates(kind, self.cluster), self._forms(kind, UNIT_BYTES), strict=True):
-                sent = [] if kind == "all_to_all" else [s for s in form.stages if not s.in_memory]
-                per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in sent) / UNIT_BYTES
-                constants = [
-                    collective_coefficients(kind, name, nbytes, *ends_of(kind), kinds).constant_s for nbytes in GRID
-                ]
-                ways.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
-            self._curves[kind] = [min(column) for column in zip(*ways, strict=True)]
+            may_be_nothing = kind == "all_to_all"
+            self._curves[kind] = least_curve(kind, self.cluster, lambda s: not (s.in_memory or may_be_nothing))
         return _part(nbytes) * float(np.interp(max(nbytes, LIMIT_BYTES), GRID, self._curves[kind]))
-
-    def _forms(self, kind: Collective, nbytes: int) -> list[CollectiveForm]:
-        ways = candidates(kind, self.cluster)
-        return [collective_coefficients(kind, how, nbytes, *ends_of(kind), self.cluster) for how in ways]
 
 
 def _part(nbytes: int) -> float:

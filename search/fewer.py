@@ -5,8 +5,8 @@ problem of its own with a proved bound of its own. Two clocks tell how long its 
 overlapped, which bounds are for, and the step as the plan's program is run (``judge``), by which plans are chosen. A
 first glance gives a plan of either, but which step as run a whole search leads to, only it can tell. As run, a step is
 never shorter than the devices' compute, perfectly dealt out, rarely shorter than ``LIKELY`` times that at first glance,
-where memory does not make it longer, and where that was not played, rarely than ``OVERLAP`` of the one with nothing
-overlapped.
+where memory does not make it longer, nor the fastest devices do nearly everything, which fewer devices do better; and
+where that was not played, rarely than ``OVERLAP`` of the one with nothing overlapped.
 
     glance at the whole cluster, then at smaller ones whose bound is below the shortest step seen, nothing overlapped
         (of a large graph in the order of the bounds)

@@ -8,11 +8,14 @@ valid. The wire of an all-to-all between shards may be empty, so only its latenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import numpy as np
 from ortools.math_opt.python import mathopt
 
+from hap.cluster import ClusterSpec
 from hap.cost_models.collective import Stage, candidates, collective_coefficients
 from hap.cost_models.fold import fold
 from hap.cost_models.profile import CalibratedCluster
@@ -44,7 +47,8 @@ class Least:
             return self._as_measured(kind, nbytes)
         if (kind, nbytes) not in self._known:
             if kind not in self._curves:
-                self._curves[kind] = self._curve(kind)
+                counts = attrgetter("in_memory") if kind == "all_to_all" else lambda stage: True
+                self._curves[kind] = least_curve(kind, self.facts.cluster, counts)
             self._known[kind, nbytes] = float(np.interp(nbytes, GRID, self._curves[kind]))
         return self._known[kind, nbytes]
 
@@ -64,23 +68,23 @@ class Least:
             found.append(form.constant_s + sum(stage_least_s(s, w) for s, w in weighed))
         return self._measured.setdefault((kind, nbytes), min(found))
 
-    def _curve(self, kind: Collective) -> list[float]:
-        """The least over all decompositions at every size of the grid: a minimum of lines bends down.
 
-        A stage's seconds are proportional to the bytes, so each is weighed once, rank by rank. The rest does not depend
-        on shares: of many ranks it is asked of kinds of devices.
-        """
-        cluster = self.facts.cluster
-        source, target = ends_of(kind)
-        classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
-        curves = []
-        for name in candidates(kind, cluster):
-            whole = collective_coefficients(kind, name, UNIT_BYTES, source, target, cluster)
-            stages = [s for s in whole.stages if kind != "all_to_all" or s.in_memory]
-            per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in stages) / UNIT_BYTES
-            constants = [collective_coefficients(kind, name, b, source, target, kinds).constant_s for b in GRID]
-            curves.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
-        return [min(column) for column in zip(*curves, strict=True)]
+def least_curve(kind: Collective, cluster: ClusterSpec, counts: Callable[[Stage], bool]) -> list[float]:
+    """Seconds of the latencies and of the stages that count, the least over all decompositions, at every size of
+    ``GRID``: a minimum of lines bends down.
+
+    A stage's seconds are proportional to the bytes, so each is weighed once, rank by rank. The rest does not depend on
+    shares: of many ranks it is asked of kinds of devices.
+    """
+    source, target = ends_of(kind)
+    classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
+    curves = []
+    for name in candidates(kind, cluster):
+        whole = collective_coefficients(kind, name, UNIT_BYTES, source, target, cluster)
+        per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in whole.stages if counts(s)) / UNIT_BYTES
+        constants = [collective_coefficients(kind, name, b, source, target, kinds).constant_s for b in GRID]
+        curves.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
+    return [min(column) for column in zip(*curves, strict=True)]
 
 
 def ends_of(kind: Collective) -> tuple[Placement, Placement]:

@@ -32,6 +32,7 @@ from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue
 from hap.fabric import Array
 from hap.graph import Graph, Phase, Value
+from hap.hosts import Device
 from hap.hosts_sum import HOSTS_SUM
 from hap.placement import GroupSizes, Placement
 from hap.plan import Collective, Strategy
@@ -185,13 +186,19 @@ def _wire(work: Work, how: str, cluster: Cluster, sizes: GroupSizes) -> tuple[fl
             packing = packing + stage.rows(rho, sigma)
         else:
             seconds += stage.seconds(rho, sigma)
-    if work.kind == "all_reduce" and ranks > 1:
-        bandwidth = np.array([d.memory_bandwidth_bytes_per_s for d in cluster.devices])
-        packing = packing + 2 * work.nbytes / (COPY_EFFICIENCY * bandwidth)
     if work.kind != "slice" and ranks > 1:
-        calls = CALLS + work.values * (1 if work.kind == "all_reduce" else ranks)
-        packing = packing + calls * np.array([d.launch_s for d in cluster.devices])
+        flat, calls = packing_terms(work.kind, cluster.devices, ranks)
+        packing = packing + flat * work.nbytes
+        packing = packing + (CALLS + work.values * calls) * np.array([d.launch_s for d in cluster.devices])
     return seconds, packing
+
+
+def packing_terms(kind: Collective, devices: Sequence[Device | MeasuredDevice], ranks: int) -> tuple[Array, int]:
+    """Beside the stages in memory: seconds a byte (N,) of copying a sum to a flat tensor and back, and how many calls
+    each value of a collective of so many ranks makes."""
+    if kind != "all_reduce":
+        return np.zeros(len(devices)), ranks
+    return 2 / (COPY_EFFICIENCY * np.array([d.memory_bandwidth_bytes_per_s for d in devices])), 1
 
 
 def score_of(

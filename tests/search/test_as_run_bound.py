@@ -162,8 +162,8 @@ def test_of_alike_ranks_a_large_value_costs_as_much(kind: Collective) -> None:
 
 
 def test_where_the_wire_takes_long_it_counts() -> None:
-    """Weights pinned to shards of two devices alike: a quarter of the bytes of either weight, and of its gradient, at
-    least, goes each way, or what is made of a batch of as many rows as the weight has."""
+    """Weights pinned to shards of two alike devices, and a batch of as many rows: whatever is exchanged instead of the
+    weights, it takes several times what computing does."""
     model, where = mlp(batch=1024, width=1024), cluster((50, "16GB"), (50, "16GB"), network=SLOW)
     problem = state(model, where, SHARDED)
     bound_s, computing = as_run_bound_s(problem.facts), weighted_bound(problem.facts)

@@ -78,7 +78,7 @@ def test_no_plan_is_longer_as_run_than_that_for_all(network: str) -> None:
 
 
 def test_one_plan_of_all_begins_with_everything_on_the_fastest() -> None:
-    """Who stores nothing, either, sends nothing: with shares of the parameters on the slow one a step takes 3.1 ms."""
+    """Who stores nothing, either, sends nothing: with a part of the parameters there it is more than twice the step."""
     whole, fewer = plan_graph(MODEL, mixed("1GB/s")), plan_graph(MODEL, mixed("1GB/s"), leave_out=True)
     assert fewer.world_size == 2 and whole.predicted.as_run_s < 2 * fewer.predicted.as_run_s
 

@@ -1,30 +1,35 @@
-"""A search that may leave out whole kinds of devices: which of several nested clusters to plan for.
+"""A search that may leave out devices: which of several nested clusters to plan for.
 
-Without its slowest kind of device, its two slowest, ... a cluster leaves other, smaller ones (``subsets``). Each is a
-problem of its own with a proved bound of its own. Two clocks tell how long its plans take: the step with nothing
-overlapped, which bounds are for, and the step as the plan's program is run (``judge``), by which plans are chosen. A
-first glance gives a plan of either, but which step as run a whole search leads to, only it can tell. As run, a step is
-never shorter than the devices' compute, perfectly dealt out, rarely shorter than ``LIKELY`` times that at first glance,
-where memory does not make it longer, nor the fastest devices do nearly everything, which fewer devices do better; and
-where that was not played, rarely than ``OVERLAP`` of the one with nothing overlapped.
+Without its slowest kind of device, its two slowest, ... a cluster leaves other, smaller ones, and between these lie
+some without a part of the hosts that have a kind (``subsets``). Each is a problem of its own with a proved bound of
+its own. Two clocks tell how long its plans take: the step with nothing overlapped, which bounds are for, and the step
+as the plan's program is run (``judge``), by which plans are chosen. A first glance gives a plan of either, but which
+step as run a whole search leads to, only it can tell. As run, a step is never shorter than the devices' compute,
+perfectly dealt out, rarely shorter than ``LIKELY`` times that at first glance, where memory does not make it longer,
+nor the fastest devices do nearly everything, which fewer devices do better; and rarely than ``OVERLAP`` of the one
+with nothing overlapped.
 
-    glance at the whole cluster, then at smaller ones whose bound is below the shortest step seen, nothing overlapped
-        (of a large graph in the order of the bounds)
+    glance at the whole cluster, then at those without whole kinds, unless they are known to take longer than the
+        shortest step seen (of a large graph in the order of the bounds)
+    glance at the next smaller and the next larger one beside the shortest of these
     for those where nothing fits at first glance, the least bound first, and then for the whole cluster and the smaller
     ones whose glance is shorter than the whole's, the shortest as run first:
         plan it to its step as run, unless the least that it may be, by the rules above, is no shorter than the shortest
             step known (as run; of what is not planned yet, at first glance)
+    from the shortest plan on, with ever fewer hosts of its slowest kind, and with ever more of the next slower one as
+    long as that makes the plan shorter:
+        glance, and plan, by the same rules
     take the plan with the shortest step as run; of equal ones that of the larger cluster
 
 A smaller cluster whose glance is no shorter than the whole's with nothing overlapped is not planned: with fewer devices
 there is less to overlap. Where graphs are too large to be played (``Limits.played``), plans are compared with nothing
-overlapped. The least of all bounds is below every plan on every one of the clusters.
+overlapped. The least of all bounds is below every plan for all devices, for those without whole kinds, and for those
+that the plan is for.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,8 +43,8 @@ from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF
 from hap.search.found import Found, best_of
 from hap.search.least_bound import MOST_NODES, Aim, LeastBound
-from hap.search.starts import EVERYTHING
-from hap.search.subsets import LeftOut, slowest_kinds, without
+from hap.search.starts import least_compute_s
+from hap.search.subsets import LeftOut, fewer_hosts, kinds_of, slowest_kinds, without
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -66,21 +71,24 @@ class Planned(NamedTuple):
 @dataclass
 class Tried:
     """The searches of one job and what they have come to: that of the whole cluster first, with ``nest`` those of what
-    is left without ``ranks``. ``glances``: what fitted at first glance; ``seen``: their steps as run, where they were
-    played. ``beside``: the process that works on bounds."""
+    is left without ``ranks``; the first ``kinds`` of them miss whole kinds of devices, the others some hosts of a
+    kind, too. ``order``: their numbers, from all devices to the fewest. ``glances``: what fitted at first glance;
+    ``seen``: their steps as run, where they were played. ``beside``: the process that works on bounds."""
 
     searches: list[Search]
     ranks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
+    order: list[int] = field(default_factory=list)
     glances: dict[int, Found] = field(default_factory=dict)
     seen: dict[int, float] = field(default_factory=dict)
     planned: dict[int, Planned] = field(default_factory=dict)
+    kinds: int = field(init=False)
     least_bound: LeastBound = field(init=False)
     beside: Beside | None = None
     _asked: dict[int, Question] = field(default_factory=dict)  # for bounds
     _as_run: dict[int, Question] = field(default_factory=dict)  # for those of steps as run
 
     def __post_init__(self) -> None:
-        self.least_bound = LeastBound(self.searches)
+        self.least_bound, self.kinds = LeastBound(self.searches), len(self.searches)
         self._prove_here()
 
     def _prove_here(self) -> None:
@@ -115,14 +123,21 @@ class Tried:
             raise PlanError("shares are pinned to ranks; no device can be left out of the plan")
         if type(problem.cluster) is not ClusterSpec:
             raise PlanError("devices that were measured cannot be left out of the plan; name fewer in the cluster file")
-        for ranks in slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()):
+        kinds = list(slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()))
+        nested = fewer_hosts(problem.cluster.devices, problem.whole_s.tolist())
+        for ranks in [*kinds, *(some for some in nested if some not in kinds)]:
             self.ranks.append(ranks)
             self.searches.append(replace(search, problem=problem.on(without(problem.cluster, ranks))))
+        self.order = [0, *map(self.ranks.index, nested)]
+        self.kinds = 1 + len(kinds)
+        self.least_bound = LeastBound(self.searches, self.kinds)
         is_large = len(problem.choices.graph.nodes) >= FEWEST_NODES
         self.beside = Beside(self.least_bound, apart=is_large, check=search.progress.check)
-        for number in (*range(1, len(self.searches)), 0):  # what is asked first in plan_nested is asked first here
+        for number in (*range(1, self.kinds), 0):  # what is asked first in plan_nested is asked first here
             self._asked[number] = self.beside.ask("bound_s", number)
             self.searches[number].asked = partial(self.beside.answer, self._asked[number])
+        for number in range(self.kinds, len(self.searches)):  # less than the bound, and nobody waits for it
+            self.searches[number].asked = partial(_floor_s, weakref.ref(self.least_bound), number)
 
     def best(self) -> tuple[int, Planned] | None:
         """The shortest plan and the number of its cluster; where none is ready, the best that fits of all that the
@@ -138,11 +153,11 @@ class Tried:
         ranks, whole = self.ranks[number], self.searches[0]
         if not ranks:
             return None
-        devices, all_of_them = [whole.problem.cluster.devices[r] for r in ranks], self.planned.get(0)
+        cluster, all_of_them = whole.problem.cluster, self.planned.get(0)
         return LeftOut(
             ranks,
-            tuple(Counter(d.gpu for d in devices).items()),
-            devices=tuple(d.name for d in devices),
+            kinds_of(cluster, ranks),
+            devices=tuple(cluster.devices[r].name for r in ranks),
             at_least_s=whole.bound_s,
             with_all_s=self.glanced.get(0) if all_of_them is None else all_of_them.best.cost[1],
             overlapped_s=self.seen.get(0) if all_of_them is None else all_of_them.overlapped_s,
@@ -197,12 +212,21 @@ class Tried:
         assert chosen is not None, "asked of what is planned"
         number, planned = chosen
         if most:  # from the beginning: what was asked before, and where, is not seen in what is found
-            yield from LeastBound(self.searches).proofs(self._aim(number, planned.best), most)
+            yield from LeastBound(self.searches, self.kinds).proofs(self._aim(number, planned.best), most)
 
     def compute_s(self, number: int) -> float:
         """What the cluster's devices compute for, perfectly dealt out."""
-        whole_s = self.searches[0].problem.whole_s
-        return float(1.0 / np.delete(1.0 / whole_s, list(self.ranks[number])).sum()) * EVERYTHING
+        return least_compute_s(self.searches[0].problem, self.ranks[number])
+
+    def takes_longer(self, number: int) -> bool:
+        """Whether no plan of that cluster is shorter than what was seen at first glance: as run, if that was played. By
+        what is asked most quickly."""
+        known = [self.known_s(n) for n in {*self.glanced, *self.planned}]
+        if not known:
+            return False
+        if not self.is_played:
+            return self.takes(number, min(known))
+        return self.compute_s(number) >= min(known) or self.takes(number, min(known) / OVERLAP)
 
     def takes(self, number: int, seconds: float) -> bool:
         """Whether every plan of that cluster takes so long, nothing overlapped: by what is asked most quickly."""
@@ -222,6 +246,17 @@ class Tried:
         if seen_s is not None:
             self.seen[number] = seen_s
         return True
+
+    def beyond(self, number: int, step: int) -> int | None:
+        """The next smaller cluster (1) or the next larger one (-1); None where only whole kinds are missing there."""
+        place = self.order.index(number) + step if self.order else -1
+        if not 0 <= place < len(self.order) or self.order[place] < self.kinds:
+            return None
+        return self.order[place]
+
+    def near(self, number: int) -> list[int]:
+        """Those on either side of it."""
+        return [n for n in (self.beyond(number, 1), self.beyond(number, -1)) if n is not None]
 
     @property
     def is_played(self) -> bool:
@@ -252,6 +287,12 @@ class Tried:
         return max(self.compute_s(number), likely_s)
 
 
+def _floor_s(held: weakref.ref[LeastBound], number: int) -> float:
+    least_bound = held()
+    assert least_bound is not None, "asked after the job"
+    return least_bound.searches[number].floor_s
+
+
 def _bound_s(held: weakref.ref[LeastBound], number: int) -> float:
     least_bound = held()
     assert least_bound is not None, "asked after the job"
@@ -262,17 +303,20 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     """Plan for those of the clusters that may have the shortest step. ``plan`` puts the plan of one of them into
     ``tried.planned``. InfeasibleError if nothing fits anywhere."""
     unfit: list[int] = []  # at first glance
-    numbers = list(range(len(tried.searches)))
+    numbers = list(range(tried.kinds))
     if len(tried.searches[0].problem.choices.graph.nodes) > MOST_NODES:  # a glance takes longer than all the bounds
         numbers.sort(key=lambda n: (tried.searches[n].bound_s, n))
     for number in numbers:
-        if tried.glanced and tried.takes(number, min(tried.glanced.values())):
+        if tried.takes_longer(number):
             continue
         if not tried.glance(number):
             unfit.append(number)
     if tried.glanced:
         first = min(tried.glanced, key=lambda n: (tried.glanced[n], n))
         tried.foresee(first, tried.glances[first])
+        for number in tried.near(min(tried.glanced, key=lambda n: (tried.looks_s(n), n))):
+            if not tried.takes_longer(number):
+                tried.glance(number)
     whole_s = tried.glanced.get(0, np.inf)
     promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
     why: InfeasibleError | None = None
@@ -282,13 +326,41 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
         if tried.least_s(number) >= min(others, default=np.inf):
             continue
-        if number in tried.glances:
-            tried.foresee(number, tried.glances[number])
-        tried.foresee_as_run(number)
-        try:
-            plan(number)
-        except InfeasibleError as e:
-            why = why or e
+        refused = _plan(tried, plan, number)
+        why = why or refused
     if not tried.planned:
         assert why is not None
         raise why
+    for step in (1, -1):
+        _go_on(tried, plan, step)
+
+
+def _go_on(tried: Tried, plan: Callable[[int], None], step: int) -> None:
+    """From the best cluster with ever fewer hosts of its slowest kind of devices, as few as do not compute for too long
+    (two hosts may be no better than four, and one be); or (-1) with ever more of the next slower one, while that makes
+    the plan shorter."""
+    chosen = tried.best()
+    assert chosen is not None, "something is planned"
+    number, best_s = tried.beyond(chosen[0], step), chosen[1].as_run_s
+    while number is not None:
+        if number not in tried.planned:
+            if tried.takes_longer(number) or not (number in tried.glances or tried.glance(number)):
+                return
+            if tried.least_s(number) < best_s:
+                _plan(tried, plan, number)
+        planned_s = tried.planned[number].as_run_s if number in tried.planned else np.inf
+        if planned_s >= best_s and step < 0:
+            return
+        best_s, number = min(best_s, planned_s), tried.beyond(number, step)
+
+
+def _plan(tried: Tried, plan: Callable[[int], None], number: int) -> InfeasibleError | None:
+    """Plan for one of the clusters, while bounds are asked for beside it. Why nothing fits, where that is so."""
+    if number in tried.glances:
+        tried.foresee(number, tried.glances[number])
+    tried.foresee_as_run(number)
+    try:
+        plan(number)
+    except InfeasibleError as e:
+        return e
+    return None

@@ -44,10 +44,10 @@ class Aim(NamedTuple):
 
 
 class LeastBound:
-    """Of searches, by number."""
+    """Of searches, by number: of the first ``kinds``, or of all, and of the one that a plan is for."""
 
-    def __init__(self, searches: Sequence[Search]) -> None:
-        self.searches, self._masses = searches, Masses()
+    def __init__(self, searches: Sequence[Search], kinds: int | None = None) -> None:
+        self.searches, self.kinds, self._masses = searches, kinds, Masses()
         self._known: dict[int, float] = {}
         self._by_masses: dict[int, float] = {}
         self._enough: dict[int, float] = {}  # of which no more was asked for
@@ -63,9 +63,9 @@ class LeastBound:
         """What was proved elsewhere in the same way."""
         self._known.setdefault(number, bound_s)
 
-    def least_s(self) -> float:
-        """Below all plans of all searches."""
-        return self._least(self._rough())[1]
+    def least_s(self, number: int) -> float:
+        """Below all plans of the searches, if the plan is one of this one's."""
+        return self._least(self._rough(number))[1]
 
     def as_run_s(self, number: int) -> float | None:
         """What the plans of one of them take at least as they are run; None where that is not known."""
@@ -75,12 +75,12 @@ class LeastBound:
     def raised_if_least_s(self, aim: Aim) -> float | None:
         """``raised_s`` where the plan's own cluster has the least bound, as it will be asked about first whatever else
         is found; None elsewhere."""
-        return self.raised_s(aim) if self._least(self._rough())[0] == aim.number else None
+        return self.raised_s(aim) if self._least(self._rough(aim.number))[0] == aim.number else None
 
     def raised_s(self, aim: Aim) -> float:
         """The same, raised as long as it is far below this plan's step."""
-        rough = self._rough()
-        unlike = {n for n, one in enumerate(self.searches) if _can_be_raised(one)}  # by masses it may be raised
+        rough = self._rough(aim.number)
+        unlike = {n for n in rough if _can_be_raised(self.searches[n])}  # by masses it may be raised
         coarse = {n for n in unlike if self._by_masses.get(n, 0.0) <= self._known.get(n, 0.0)}  # by cases it may
         while True:
             least, known_s = self._least(rough)
@@ -100,9 +100,10 @@ class LeastBound:
                 coarse.remove(least)
                 rough[least] = self._split_s(least, known_s, aim.step_s)
 
-    def _rough(self) -> dict[int, float]:
-        """What is known so far, or of computing alone."""
-        found = {n: self._known.get(n, search.floor_s) for n, search in enumerate(self.searches)}
+    def _rough(self, number: int) -> dict[int, float]:
+        """What is known so far, or of computing alone, of those that count where the plan is for this one."""
+        counted = dict.fromkeys([*range(len(self.searches))[: self.kinds], number])
+        found = {n: self._known.get(n, self.searches[n].floor_s) for n in counted}
         for n in found:
             cases = self._by_cases.get(n)
             found[n] = max(found[n], self._by_masses.get(n, 0.0), 0.0 if cases is None else cases.bound_s)
@@ -139,7 +140,7 @@ class LeastBound:
         yield self.raised_s(aim)
         for number in self._by_masses:
             self._massed_s(number, float("inf"))
-        known, cases = self._rough(), dict[int, Cases | None]()
+        known, cases = self._rough(aim.number), dict[int, Cases | None]()
         for _ in range(most):
             least, known_s = self._least(known)
             if known_s >= (1 - SHORT_OF) * aim.step_s:

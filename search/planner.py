@@ -128,7 +128,7 @@ def plan_graph(
         best.evaluation,
         optimizer=optimizer,
         model_name=model_name or choices.graph.name,
-        lower_bound_s=tried.least_bound.least_s() if lower_bound_s is None else lower_bound_s,
+        lower_bound_s=tried.least_bound.least_s(number) if lower_bound_s is None else lower_bound_s,
         solver={**search.statistics(best), **if_kept(search.problem, best), **_if_shorter(tried, best), **stopped},
         advice=tried.left_out(number) or advice,
         overlapped_s=overlapped_s,

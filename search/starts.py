@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,11 @@ def find_starts(problem: Problem) -> list[Start]:
         vectors = vectors[:1]
     starts = [Start(*(tuple((v / v.sum()).tolist()) for v in pair)) for pair in vectors]
     return list(dict.fromkeys(starts))
+
+
+def least_compute_s(problem: Problem, left_out: Sequence[int] = ()) -> float:
+    """What all devices but those compute for, with everything dealt out by speed."""
+    return float(1.0 / np.delete(1.0 / problem.whole_s, list(left_out)).sum()) * EVERYTHING
 
 
 def is_hopeless(problem: Problem, start: Start, step_s: float) -> bool:

@@ -8,7 +8,8 @@ devices out plans for the others (``fewer``), and says what they would have cost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,24 @@ from hap.units import format_time
 
 
 @dataclass(frozen=True)
+class Kind:
+    """So many ``of`` the devices with one name."""
+
+    gpu: str
+    count: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"the {self.of} {self.gpu}" if self.count == self.of else f"{self.count} of the {self.of} {self.gpu}"
+
+
+@dataclass(frozen=True)
 class Advice:
     """Without the devices of ``ranks`` a step would take ``step_s`` instead of ``instead_of_s``, ``as_run`` or with
-    nothing overlapped. ``kinds``: how many there are of each."""
+    nothing overlapped. ``kinds``: of each how many they are, and of how many."""
 
     ranks: tuple[int, ...]
-    kinds: tuple[tuple[str, int], ...]
+    kinds: tuple[Kind, ...]
     step_s: float
     instead_of_s: float
     as_run: bool
@@ -49,7 +62,7 @@ class LeftOut:
     ``overlapped_s`` as it is run, where that was worth looking at; ``glanced``: no more than a first glance was."""
 
     ranks: tuple[int, ...]
-    kinds: tuple[tuple[str, int], ...]
+    kinds: tuple[Kind, ...]
     devices: tuple[str, ...]
     at_least_s: float
     with_all_s: float | None = None
@@ -83,8 +96,15 @@ def _rounded(seconds: float) -> str:
     return format_time(float(f"{seconds:.3g}"))
 
 
-def _named(kinds: Sequence[tuple[str, int]]) -> str:
-    return " and ".join(f"the {count} {kind}" for kind, count in kinds)
+def _named(kinds: Sequence[Kind]) -> str:
+    return " and ".join(map(str, kinds))
+
+
+def kinds_of(cluster: ClusterSpec, ranks: Sequence[int]) -> tuple[Kind, ...]:
+    """The kinds of the devices of ``ranks``, in their order."""
+    of_all = Counter(d.gpu for d in cluster.devices)
+    counts = Counter(cluster.devices[r].gpu for r in ranks)
+    return tuple(Kind(gpu, count, of_all[gpu]) for gpu, count in counts.items())
 
 
 def without(cluster: ClusterSpec, ranks: Sequence[int]) -> ClusterSpec:
@@ -112,3 +132,33 @@ def slowest_kinds(devices: Sequence[Device], seconds: Sequence[float]) -> Iterat
     pace = [round(s, 12) for s in seconds]
     for least in sorted(set(pace), reverse=True)[:-1]:
         yield tuple(d.rank for d in devices if pace[d.rank] >= least)
+
+
+def fewer_hosts(devices: Sequence[Device], seconds: Sequence[float]) -> list[tuple[int, ...]]:
+    """The ranks that are left out of ever smaller clusters, those of ``slowest_kinds`` among them: of the slowest kind
+    half of the hosts that have it, half of the rest, ..., all; then of the next, too; of the fastest all but one host.
+    Of a kind hosts with slower networks go first, of alike ones those that come later."""
+    pace, found, gone = [round(s, 12) for s in seconds], list[tuple[int, ...]](), set[int]()
+    for kind in sorted(set(pace), reverse=True):
+        hosts: dict[str, list[Device]] = {}
+        for d in devices:
+            if pace[d.rank] == kind:
+                hosts.setdefault(d.host, []).append(d)
+        staying = sorted(hosts.values(), key=lambda of_host: (-_outward(of_host[0]), of_host[0].rank))
+        count = len(staying)
+        while count > 1:
+            count = -(-count // 2)
+            found.append(_ranks(gone, staying[count:]))
+        gone.update(_ranks((), staying))
+        if kind != min(pace):
+            found.append(tuple(sorted(gone)))
+    return found
+
+
+def _outward(device: Device) -> float:
+    """Bytes a second of its host's network, by the slower way."""
+    return float("inf") if device.outward is None else min(device.outward[:2])
+
+
+def _ranks(some: Iterable[int], hosts: Iterable[Sequence[Device]]) -> tuple[int, ...]:
+    return tuple(sorted([*some, *(d.rank for host in hosts for d in host)]))

@@ -20,7 +20,7 @@ from hap.search.pins import Pins
 from hap.search.planner import Search
 from hap.search.problem import Problem
 from hap.search.strategies import Chooser
-from hap.search.subsets import LeftOut
+from hap.search.subsets import Kind, LeftOut, without
 from tests.search.models import cluster, mlp
 
 MODEL = mlp(batch=4096, width=512)
@@ -218,6 +218,70 @@ def test_of_what_does_not_fit_at_a_glance_the_least_bound_comes_first() -> None:
     assert chosen(Stub(4.0, None), Stub(1.6, None), None, 1.9) == ([1], 1)
 
 
+def test_a_step_that_overlaps_may_be_shorter_than_one_whose_bound_is_less() -> None:
+    """With nothing overlapped all devices take 2.5 s at least, two of them 2 s; as run they take 1.4 s and 2 s. What
+    takes more than twice the shortest step as run is not looked at."""
+    whole, others = Stub(2.5, 3.0, 1.4, nodes=MOST_NODES + 1), Stub(1.5, 2.0, 2.0)
+    assert chosen(whole, others, 1.4, None) == ([0], 0) and whole.looked
+    whole = Stub(4.1, 4.2, 1.4, nodes=MOST_NODES + 1)
+    assert chosen(whole, Stub(1.5, 2.0, 2.0), None, 2.0) == ([1], 1) and not whole.looked
+
+
+def host_by_host(as_run_s: list[float | None], *searches: Stub) -> tuple[list[int], int]:
+    """The same of five clusters, the whole one, that without a kind, two between these and one that is smaller."""
+    tried, asked = Tried(cast(Any, list(searches)), [(), (2,), (), (), (2,)], [0, 2, 3, 1, 4]), list[int]()
+    tried.kinds = 2
+
+    def plan(number: int) -> None:
+        asked.append(number)
+        seconds = as_run_s[number]
+        if seconds is None:
+            raise InfeasibleError(f"cluster {number} is too small")
+        tried.planned[number] = Planned(cast(Any, searches[number]), cast(Any, None), seconds)
+
+    plan_nested(tried, plan)
+    best = tried.best()
+    assert best is not None
+    return asked, best[0]
+
+
+def stubs(*seen_s: float | None) -> list[Stub]:
+    """Of clusters in which all can be played, and which are so much longer with nothing overlapped as they have
+    devices more."""
+    return [Stub(0.1, None if s is None else s + more, s) for s, more in zip(seen_s, (4, 0, 2, 1, 0), strict=True)]
+
+
+def test_hosts_of_a_kind_are_left_out_or_added_as_long_as_that_helps() -> None:
+    """Numbers in the order of size are 0, 2, 3, 1, 4."""
+    as_run_s: list[float | None] = [3.0, 2.0, 1.6, 1.7, 1.5]
+    assert host_by_host(as_run_s, *stubs(*as_run_s)) == ([4], 4)  # beside 1, and shorter
+    as_run_s = [3.0, 2.0, 1.6, 1.7, 2.2]
+    assert host_by_host(as_run_s, *stubs(*as_run_s)) == ([3, 2], 2)  # 3 is beside 1, 2 beside 3
+    as_run_s = [3.0, 2.0, 1.6, 2.1, 2.2]
+    assert host_by_host(as_run_s, *stubs(*as_run_s)) == ([1, 3], 1)  # at its glance 3 may come to less: it does not
+    as_run_s = [3.0, 2.0, 1.6, 2.2, 2.2]
+    assert host_by_host(as_run_s, *stubs(*as_run_s)) == ([1], 1)  # and so 2 is not seen
+    as_run_s = [3.0, 2.0, 1.6, None, 2.2]
+    assert host_by_host(as_run_s, *stubs(*as_run_s)) == ([1], 1)  # nor beyond what does not fit
+
+
+@pytest.mark.parametrize(("network", "hosts"), [("0.01GB/s", 1), ("1GB/s", None), ("50GB/s", 4)])
+def test_of_hosts_that_are_alike_as_many_are_taken_as_are_worth_it(network: str, hosts: int | None) -> None:
+    """No number of them has a shorter plan, and the bound is below all of these."""
+    devices = ClusterSpec.from_yaml("name: all\nhosts:\n" + "".join(HOST.format(h, NEW, network) for h in "abcd"))
+    plan = plan_graph(MODEL, devices, leave_out=True)
+    alone = [plan_graph(MODEL, without(devices, range(2 * count, 8))) for count in (1, 2, 4)]
+    assert plan.predicted.as_run_s == pytest.approx(min(p.predicted.as_run_s for p in alone), rel=0.01)
+    assert plan.predicted.lower_bound_s <= min(plan.predicted.step_s, alone[-1].predicted.step_s)
+    if hosts is not None:
+        assert plan.world_size == 2 * hosts
+    if plan.world_size < 8:
+        assert plan.provenance.solver["left_out"] == list(range(plan.world_size, 8))
+        assert f"{8 - plan.world_size} of the 8 new are left out, with them the step" in plan.predicted.tight
+        assert plan.predicted.overlapped_bound_s is not None
+        assert plan.predicted.overlapped_bound_s <= plan.predicted.as_run_s
+
+
 def test_where_nothing_is_played_no_plan_is_shorter_than_its_bound() -> None:
     """Two devices take 2 s with nothing overlapped, all of them 2.5 s at least; half of that does not count."""
     searches: Any = [Stub(2.5, None), Stub(1.5, None)]
@@ -256,7 +320,7 @@ def test_the_best_of_what_was_met_is_found_among_all_searches() -> None:
 
 
 def test_says_what_is_known_of_all_together() -> None:
-    one = LeftOut((2,), (("old", 1),), ("b/old#0",), 1.5)
+    one = LeftOut((2,), (Kind("old", 1, 1),), ("b/old#0",), 1.5)
     words = "the 1 old is left out, with it the step would take"
     assert str(one) == f"{words} at least 1.5s with nothing overlapped"
     assert str(replace(one, with_all_s=2.0)) == f"{words} 2s with nothing overlapped"
@@ -264,7 +328,7 @@ def test_says_what_is_known_of_all_together() -> None:
     assert str(played) == f"{words} 1.75s as it is run"
     assert str(replace(played, glanced=True)) == f"{words} 1.75s as it is run, at first glance"
     assert "with_all_glanced" not in played.figures() and replace(played, glanced=True).figures()["with_all_glanced"]
-    two = LeftOut((1, 2), (("old", 2),), ("b/old#0", "b/old#1"), 1.5)
+    two = LeftOut((1, 2), (Kind("old", 2, 2),), ("b/old#0", "b/old#1"), 1.5)
     assert str(two) == "the 2 old are left out, with them the step would take at least 1.5s with nothing overlapped"
     assert two.figures() == {
         "left_out": [1, 2],

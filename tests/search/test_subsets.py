@@ -6,7 +6,7 @@ import pytest
 
 from hap.cluster import ClusterSpec
 from hap.search import plan_graph
-from hap.search.subsets import Advice, slowest_kinds, without
+from hap.search.subsets import Advice, Kind, fewer_hosts, kinds_of, slowest_kinds, without
 from tests.search.models import cluster, mlp
 
 MIXED = ClusterSpec.from_yaml("""
@@ -40,6 +40,43 @@ def test_kinds_go_slowest_first_and_the_fastest_stays() -> None:
     assert list(slowest_kinds(MIXED.devices, [1, 2, 5, 5, 5, 5])) == [(2, 3, 4, 5), (1, 2, 3, 4, 5)]
 
 
+def test_hosts_go_half_by_half_and_those_behind_slow_networks_first() -> None:
+    """The slower kind is on all three hosts, one of which has the faster kind, too; the last but one is reached less
+    quickly than the last."""
+    host = "  - {{name: {0}, devices: {1}, link: pcie3, network: {{bandwidth: {2}, latency: 20us}}}}\n"
+    both, old = "[{gpu: A100-40GB, count: 2}, {gpu: T4, count: 1}]", "[{gpu: T4, count: 2}]"
+    hosts = host.format("a", both, "100Gbit/s") + host.format("b", old, "5Gbit/s") + host.format("c", old, "10Gbit/s")
+    devices = ClusterSpec.from_yaml(f"name: three\nhosts:\n{hosts}").devices
+    assert fewer_hosts(devices, [1, 1, 5, 5, 5, 5, 5]) == [(3, 4), (3, 4, 5, 6), (2, 3, 4, 5, 6)]
+
+
+def test_of_the_fastest_kind_one_host_stays() -> None:
+    devices = cluster(*[(10, "16GB")] * 5, *[(5, "16GB")] * 2).devices
+    without_kind = (5, 6)
+    assert list(slowest_kinds(devices, [1] * 5 + [2] * 2)) == [without_kind]
+    found = fewer_hosts(devices, [1] * 5 + [2] * 2)
+    assert found == [(6,), without_kind, (3, 4, 5, 6), (2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6)]
+    assert fewer_hosts(devices[:1], [1]) == []
+
+
+def test_says_how_many_of_a_kind() -> None:
+    assert kinds_of(MIXED, (3, 4, 5)) == (Kind("T4", 3, 4),) and str(Kind("T4", 3, 4)) == "3 of the 4 T4"
+    assert [str(kind) for kind in kinds_of(MIXED, (0, 1, 2, 3, 4, 5))] == ["the 2 A100-40GB", "the 4 T4"]
+
+
+def test_advises_hosts_of_a_kind_to_be_left_out() -> None:
+    """Four hosts alike, whose networks take longer than three of them bring."""
+    found, host = mlp(batch=4096, width=512), "  - {{name: {0}, devices: {1}, link: {2}, network: {3}}}\n"
+    two = "[{name: new, count: 2, tflops: {float32: 10}, memory: 16GB, memory_bandwidth: 2000GB/s}]"
+    rates = "{bandwidth: 50GB/s, latency: 1us}", "{bandwidth: 0.05GB/s, latency: 1us}"
+    hosts = [host.format(name, two, *rates) for name in "abcd"]
+    plan = plan_graph(found, ClusterSpec.from_yaml(f"name: four\nhosts:\n{''.join(hosts)}"))
+    one = plan_graph(found, ClusterSpec.from_yaml(f"name: one\nhosts:\n{hosts[0]}"))
+    assert plan.provenance.solver["leave_out"] == [2, 3, 4, 5, 6, 7]
+    assert plan.provenance.solver["leave_out_overlapped_s"] == pytest.approx(one.predicted.as_run_s, rel=0.02)
+    assert "leaving out 6 of the 8 new would make the step as it is run " in plan.predicted.tight
+
+
 def test_says_in_numbers_when_a_device_costs_more_than_it_brings() -> None:
     """The old device has no share of anything that matters, but a slow network that every gradient passes."""
     found = mlp(batch=4096, width=512)
@@ -59,7 +96,7 @@ def test_says_in_numbers_when_a_device_costs_more_than_it_brings() -> None:
 
 
 def test_names_the_clock_that_it_compares_by() -> None:
-    one = Advice((2,), (("old", 1),), 1.5, 2.0, as_run=True)
+    one = Advice((2,), (Kind("old", 1, 1),), 1.5, 2.0, as_run=True)
     assert (
         str(one)
         == "leaving out the 1 old would make the step as it is run 1.5s instead of 2s: run on the other devices"

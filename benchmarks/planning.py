@@ -247,9 +247,9 @@ def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> N
         "are the cost model's, without overlap; `as run` is the step of the program after its passes, and `its gap` is "
         "to what no plan for the devices used runs in less than. The bound of the other step holds "
         "for all strategies and all shares on all devices of the cluster, and on those that are left without its "
-        "slowest kinds: where a job on fewer devices is faster, the plan is for these. `shortest`: another plan "
-        "that was found and is shorter with nothing overlapped; the one chosen is so by its step as run, and no bound "
-        "can close that part of its gap. `tight` says what limits the step."
+        "slowest kinds, or are the plan's: where a job on fewer devices is faster, the plan is for these. `shortest`: "
+        "another plan that was found and is shorter with nothing overlapped; the one chosen is so by its step as run, "
+        "and no bound can close that part of its gap. `tight` says what limits the step."
     )
 
 

@@ -10,8 +10,9 @@
 The figure is how much longer the step is without, by the clock that plans are chosen by: the program as it runs. None
 may be shorter. A second table has the step with nothing overlapped, by which nothing is chosen. A third has plans in
 which alike layers hold alike parameters alike (``search/mixing.py`` left out), plans in which both readers of a weight
-are served together (``search/apart.py`` left out), and plans whose collectives go in the order in which what they carry
-is made (nothing is urgent for ``codegen/passes``), where slow devices may be left out.
+are served together (``search/apart.py`` left out), plans that leave out all devices of a kind or none, and plans whose
+collectives go in the order in which what they carry is made (nothing is urgent for ``codegen/passes``), where slow
+devices may be left out.
 Beside it A* against the MILP: the same strategies' prices at fixed shares, both solved.
 
     python benchmarks/planning_ablations.py [--cases gpt2@mix-4,vgg19@mix-16] [--astar gpt2@mix-4]
@@ -55,6 +56,7 @@ from hap.search.problem import Problem
 from hap.search.refine import INPUT_TOLERANCE
 from hap.search.rounding import round_shares
 from hap.search.starts import Start, find_starts
+from hap.search.subsets import slowest_kinds
 from hap.search.tables import Prices, Tables
 
 NAME = "planning_ablations"
@@ -75,6 +77,7 @@ MOVED += ("vgg19@hap", "vgg19@mix-128")
 UNMOVED = {  # what is left out: what is changed, and to what
     "parameters held alike": ("hap.search.planner.or_mixed", lambda _, best, overlapped_s: (best, overlapped_s)),
     "readers served together": ("hap.search.planner.or_apart", lambda _, best, overlapped_s: (best, overlapped_s)),
+    "whole kinds left out": ("hap.search.fewer.fewer_hosts", lambda *of: list(slowest_kinds(*of))),
     "nothing urgent": ("hap.codegen.passes.windows.Window", lambda *fields: Window(*fields[:-1], is_urgent=False)),
 }
 PLAIN = {

@@ -86,8 +86,8 @@ def plan(
     on this cluster) replaces the description's speeds by measured ones. ``budget_s``: seconds of search after which the
     best plan so far is taken; the plan then says so, and is not reproducible, which a plan that the budget did not stop
     is. ``method``: ``milp``, or ``astar`` to have the strategies synthesised, which takes longer. ``leave_out``: the
-    slowest kinds of devices may be left out where a step is shorter without them; the plan is then for the others, on
-    which the job is to be started (``hap.starting``), and names those that it leaves out.
+    slowest devices may be left out, host by host, where a step is shorter without them; the plan is then for the
+    others, on which the job is to be started (``hap.starting``), and names those that it leaves out.
     ``gradient_accumulation_steps``: so many batches like the example have their gradients added up before the optimizer
     steps, all but the last under ``program.no_sync()``; what is predicted is then of one batch, the mean over a step's.
     With ``best`` the example is what a step has in all, and the plan for the first so many rows of every tensor with as

@@ -42,6 +42,7 @@ from hap.errors import InfeasibleError, PlanError
 from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF
 from hap.search.found import Found, best_of
+from hap.search.judge import LEANEST
 from hap.search.least_bound import MOST_NODES, Aim, LeastBound
 from hap.search.starts import least_compute_s
 from hap.search.subsets import LeftOut, fewer_hosts, kinds_of, slowest_kinds, without
@@ -224,15 +225,15 @@ class Tried:
         known = [self.known_s(n) for n in {*self.glanced, *self.planned}]
         if not known:
             return False
+        least_s = min(known)
         if not self.is_played:
-            return self.takes(number, min(known))
-        return self.compute_s(number) >= min(known) or self.takes(number, min(known) / OVERLAP)
+            return self._computes(number, least_s) or self.searches[number].bound_s >= least_s
+        return self._computes(number, least_s / LEANEST) or self.searches[number].bound_s >= least_s / OVERLAP
 
-    def takes(self, number: int, seconds: float) -> bool:
-        """Whether every plan of that cluster takes so long, nothing overlapped: by what is asked most quickly."""
-        search, compute_s = self.searches[number], self.compute_s(number)
-        computes = compute_s >= seconds or (compute_s >= NEARLY * seconds and search.floor_s >= seconds)
-        return computes or search.bound_s >= seconds
+    def _computes(self, number: int, seconds: float) -> bool:
+        """Whether that cluster computes for so long, whatever its plan."""
+        compute_s = self.compute_s(number)
+        return compute_s >= seconds or (compute_s >= NEARLY * seconds and self.searches[number].floor_s >= seconds)
 
     def glance(self, number: int) -> bool:
         """At one of the clusters; whether anything fits."""

@@ -8,6 +8,7 @@ from hap.cluster import ClusterSpec
 from hap.cost_models.evaluate import Evaluation
 from hap.cost_models.memory import usable_bytes
 from hap.cost_models.optimizers import optimizer_state_bytes
+from hap.graph import Graph
 from hap.search.prices import Facts
 from hap.units import format_size
 
@@ -18,20 +19,27 @@ def why_infeasible(facts: Facts, closest: Evaluation | None, *, pinned: bool) ->
     usable = [usable_bytes(d.memory_bytes) for d in devices]
     parameters = [n for n in facts.graph.sources("parameter") if n.target in facts.graph.gradients]
     numbers = sum(n.meta.numel for n in parameters)
-    state = sum(n.meta.nbytes + optimizer_state_bytes(facts.optimizer, n.meta.nbytes) for n in parameters)
+    state = state_bytes(facts.graph, facts.optimizer)
     total = f"the {len(usable)} devices hold {format_size(sum(usable))} after the reserve ({_kinds(facts.cluster)})"
-    needs = f"{_count(numbers)} parameters and {facts.optimizer} state need {format_size(state)}"
+    needs = f"{_count(numbers)} parameters, their gradients and {facts.optimizer} state need {format_size(state)}"
     if state > sum(usable):
         return f"{needs}; {total}"
     if closest is None:
         pins = " with these pins" if pinned else ""
-        return f"no choice of placements fits{pins}: {needs}, activations and gradients come on top; {total}"
+        return f"no choice of placements fits{pins}: {needs}, activations come on top; {total}"
     over = [used - room for used, room in zip(closest.memory_bytes, usable, strict=True)]
     worst = over.index(max(over))
     return (
         f"{devices[worst].name} would need {format_size(closest.memory_bytes[worst])} and has "
         f"{format_size(usable[worst])} in the closest plan found; {needs}; {total}; a smaller batch needs less"
     )
+
+
+def state_bytes(graph: Graph, optimizer: str) -> int:
+    """What all devices together hold at the end of a step at least: parameters that are trained, their gradients, and
+    the optimizer's state."""
+    trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
+    return sum(2 * nbytes + optimizer_state_bytes(optimizer, nbytes) for nbytes in trained)
 
 
 def _kinds(cluster: ClusterSpec) -> str:

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from hap.cluster import ClusterSpec
+from hap.cost_models.evaluate import Evaluation
 from hap.deferral import Batches
 from hap.errors import InfeasibleError, PlanError
 from hap.garbage import uncollected
@@ -72,13 +73,14 @@ def plan_graph(
 
     ``method``: strategies are chosen by an integer program, or synthesised by A* (``synthesis``): both are exact at
     given sizes, but for large programs where memory binds (``warm``), so plans cost alike, but A* takes longer.
-    ``leave_out``: where a job is faster, as it is run, without the slowest kinds of devices, the plan is for a cluster
-    of the others (``fewer``), and its bound is below all plans with and without them. ``batches``: of a step of the
-    optimizer, all but the last under ``no_sync()``; times are then those of one batch, the mean over a step's.
-    On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan that was found until then,
-    if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work; ``provenance.solver`` then
-    says ``stopped``, and names the budget if that was it. InfeasibleError if nothing fits, with the numbers; PlanError
-    for a pin or a budget that makes no sense, or if the budget ended before a plan was found.
+    ``leave_out``: where a job is faster, as it is run, without the slowest devices, the plan is for a cluster of the
+    others (``fewer``), and its bound is below all plans with them, without their kinds, and for the others.
+    ``batches``: of a step of the optimizer, all but the last under ``no_sync()``; times are then those of one batch,
+    the mean over a step's. On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan
+    that was found until then, if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work;
+    ``provenance.solver`` then says ``stopped``, and names the budget if that was it. InfeasibleError if nothing fits,
+    with the numbers; PlanError for a pin or a budget that makes no sense, or if the budget ended before a plan was
+    found.
     """
     progress = Progress(budget_s=budget_s)
     _check_batches(batches)
@@ -218,14 +220,14 @@ class Search:
         best = self._try(starts[1:], best, regather=regather)
         if best is None or not best.fits:
             best = self._try(starts[1:], best, regather=True)
-        elif not regather and _fullness(best) > NEARLY_FULL:
+        elif not regather and _fullness(best.evaluation) > NEARLY_FULL:
             best = self._rounds(best.sizes, best.left_out, best, regather=True)
         if best is not None and best.fits:
             best = deal_out_inputs(self.chooser, without_barriers(self.chooser, best))
-        if best is not None and _fullness(best) < TOO_FULL:
+        if best is not None and _fullness(best.evaluation) < TOO_FULL:
             best = polish(self.problem, best, self.limits)
         if best is None or not best.fits:
-            closest = None if best is None else best.evaluation
+            closest = min((f.evaluation for f in self.met), key=_fullness, default=None)
             raise InfeasibleError(why_infeasible(self.problem.facts, closest, pinned=self.problem.pins != Pins()))
         return best
 
@@ -315,7 +317,7 @@ class Search:
         }
 
 
-def _fullness(found: Found) -> float:
+def _fullness(evaluation: Evaluation) -> float:
     """The part of the usable memory that is taken on the rank where most of it is."""
-    pairs = zip(found.evaluation.memory_bytes, found.evaluation.usable_bytes, strict=True)
+    pairs = zip(evaluation.memory_bytes, evaluation.usable_bytes, strict=True)
     return max(used / usable for used, usable in pairs)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from hap.cost_models.memory import usable_bytes
-from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.errors import InfeasibleError
 from hap.plan import Recomputed
 from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, best_of, overflow_bytes
+from hap.search.infeasible import state_bytes
 from hap.search.judge import TIE, finest, played_s
 from hap.search.limits import LIMITS, Limits
 from hap.search.problem import Problem
@@ -178,10 +178,8 @@ def blocks_of(problem: Problem) -> tuple[Block, ...]:
 
 
 def _state_fits(problem: Problem) -> bool:
-    """Parameters and the optimizer's state, dealt out."""
-    graph = problem.choices.graph
-    trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
-    state = sum(nbytes + optimizer_state_bytes(problem.optimizer, nbytes) for nbytes in trained)
+    """Parameters, gradients and the optimizer's state, dealt out."""
+    state = state_bytes(problem.choices.graph, problem.optimizer)
     return state <= sum(usable_bytes(d.memory_bytes) for d in problem.cluster.devices)
 
 
@@ -204,9 +202,7 @@ def _is_full(found: Found) -> bool:
 
 def _is_crowded(problem: Problem) -> bool:
     """Whether whole parameters and a batch dealt by speed do not fit, but would if all were repeated that can be."""
-    graph, devices = problem.choices.graph, problem.cluster.devices
-    trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
-    state = sum(2 * nbytes + optimizer_state_bytes(problem.optimizer, nbytes) for nbytes in trained)
+    devices, state = problem.cluster.devices, state_bytes(problem.choices.graph, problem.optimizer)
     blocks = blocks_of(problem)
     plain = sum(b.plain_bytes for b in blocks)
     least = sum(min(b.kept_bytes.values()) for b in blocks) + max((b.plain_bytes for b in blocks), default=0)

@@ -149,7 +149,7 @@ def test_clusters(
 
 def test_a_model_that_fits_no_share(capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal(capsys, "plan", "models.py:huge", "--cluster", "cluster.yaml")
-    assert "parameters and adamw state need 12.8" in line and "the 2 devices hold" in line
+    assert "parameters, their gradients and adamw state need 17" in line and "the 2 devices hold" in line
 
 
 def test_data_dependent_control_flow_names_the_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def plan(
         typer.Option("--budget-s", metavar="SECONDS", help="Take the best plan found by then; not reproducible."),
     ] = None,
     leave_out: Annotated[
-        bool, typer.Option("--leave-out", help="Leave out the slowest kinds of devices where that is faster.")
+        bool, typer.Option("--leave-out", help="Leave out the slowest devices where that is faster.")
     ] = False,
     accumulate: Annotated[
         str,
@@ -80,8 +80,8 @@ def plan(
 
     Example:  hap plan train.py:build --cluster cluster.yaml -o gpt2.plan.json
 
-    With --leave-out the plan is for fewer devices where a step is shorter without the slowest kinds; it then says which
-    it leaves out, what a step of all would take, and how to start the job on the others.
+    With --leave-out the plan is for fewer devices where a step is shorter without the slowest kinds, or without some
+    hosts; it then says which it leaves out, what a step of all would take, and how to start the job on the others.
 
     With --gradient-accumulation-steps the plan is for a loop that adds up the gradients of so many batches before the
     optimizer steps, all but the last under program.no_sync(); times are of one batch, the mean over a step's. With best

@@ -70,12 +70,23 @@ def test_one_device_needs_no_collective() -> None:
 
 
 def test_says_in_numbers_what_does_not_fit() -> None:
-    with pytest.raises(InfeasibleError, match=r"parameters and adamw state need 100\.7.*MB; the 2 devices hold 36MB"):
+    with pytest.raises(InfeasibleError, match=r"gradients and adamw state need 134\.2.*MB; the 2 devices hold 36MB"):
         plan_graph(STATE_BOUND, cluster((10, "20MB"), (10, "20MB")))
-    with pytest.raises(InfeasibleError, match=r"^8\.39M parameters and adamw state need .*hold 36MB .*\(2 gpu\)$"):
+    with pytest.raises(
+        InfeasibleError, match=r"^8\.39M parameters, their gradients and .* need .*hold 36MB .*\(2 gpu\)$"
+    ):
         plan_graph(STATE_BOUND, cluster((10, "20MB"), (10, "20MB")))
     with pytest.raises(InfeasibleError, match=r"devices hold 99MB"):
         plan_graph(STATE_BOUND, cluster((10, "55MB"), (10, "55MB")))
+
+
+def test_says_what_the_fullest_device_lacks_in_the_plan_that_comes_nearest() -> None:
+    """20 MB are enough for each of four devices, and one device would need more than three times as much for all."""
+    with pytest.raises(
+        InfeasibleError, match=r"^host0/gpu#0 would need 19\.67.*MB and has 10\.8MB in the closest plan"
+    ):
+        plan_graph(COMPUTE_BOUND, cluster(*[(10, "12MB")] * 4))
+    assert max(plan_graph(COMPUTE_BOUND, cluster(*[(10, "30MB")] * 4)).predicted.memory_bytes) < 20e6
 
 
 class TestPins:

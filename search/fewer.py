@@ -21,10 +21,9 @@ with nothing overlapped.
         glance, and plan, by the same rules
     take the plan with the shortest step as run; of equal ones that of the larger cluster
 
-A smaller cluster whose glance is no shorter than the whole's with nothing overlapped is not planned: with fewer devices
-there is less to overlap. Where graphs are too large to be played (``Limits.played``), plans are compared with nothing
-overlapped. The least of all bounds is below every plan for all devices, for those without whole kinds, and for those
-that the plan is for.
+A smaller cluster whose glance is no shorter than the whole's by either clock is not planned. Where graphs are too
+large to be played (``Limits.played``), plans are compared with nothing overlapped. The least of all bounds is below
+every plan for all devices, for those without whole kinds, and for those that the plan is for.
 """
 
 from __future__ import annotations
@@ -277,6 +276,10 @@ class Tried:
         shortest_s = min(f.cost[1] for f in self.searches[number].met)
         return self.known_s(number) * min(1.0, shortest_s / self.glanced[number])
 
+    def is_promising(self, number: int) -> bool:
+        """Whether a smaller cluster's step at first glance is shorter than the whole's, by either clock."""
+        return self.glanced[number] < self.glanced.get(0, np.inf) or self.known_s(number) < self.known_s(0)
+
     def least_s(self, number: int) -> float:
         """What that cluster's plan is expected to take at best, as it is run."""
         if number in self.seen:
@@ -318,8 +321,7 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         for number in tried.near(min(tried.glanced, key=lambda n: (tried.looks_s(n), n))):
             if not tried.takes_longer(number):
                 tried.glance(number)
-    whole_s = tried.glanced.get(0, np.inf)
-    promising = [n for n in tried.glanced if not n or tried.glanced[n] < whole_s]
+    promising = [n for n in tried.glanced if not n or tried.is_promising(n)]
     why: InfeasibleError | None = None
     unfit.sort(key=lambda n: (tried.searches[n].bound_s, n))
     promising.sort(key=lambda n: (tried.looks_s(n), n))

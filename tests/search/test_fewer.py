@@ -183,6 +183,12 @@ def test_nothing_is_planned_that_is_too_long_at_a_glance() -> None:
     assert chosen(Stub(1.5, 3.9, 1.6), Stub(1.5, 2.0, 1.9), 1.6, None) == ([0], 0)
 
 
+def test_fewer_devices_may_be_faster_by_either_clock() -> None:
+    """Which is not told by the other: with nothing overlapped two devices take longer."""
+    assert chosen(Stub(1.5, 3.0, 2.9), Stub(1.6, 3.1, 2.0), None, 2.0) == ([1], 1)
+    assert chosen(Stub(1.5, 3.0, 2.9), Stub(1.6, 3.1, 2.95), 2.9, None) == ([0], 0)
+
+
 def test_what_memory_made_longer_may_become_much_shorter() -> None:
     """As run two devices take 1.7 s at a glance, all of them 1.68 s; with memory without end it would be 1.36 s."""
     assert chosen(Stub(1.5, 3.0, 1.68), Stub(1.5, 2.0, 1.7, free_s=1.6), 1.66, 1.4) == ([1], 1)

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 
+MOST_READERS = 4  # of a parameter: of a recurrent network's, which every step in time reads, the others gain nothing
+
+
 def or_apart(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
     """``best``, or if it is shorter as run, the same with terms of gradients sent apart."""
     if overlapped_s is None or not search.limits.mixtures:
@@ -131,7 +134,7 @@ def _reads(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterato
     the parameter is gathered in less than ``worth_s``."""
     graph, candidates, value = problem.choices.graph, problem.facts.candidates, Value(node.name, 0)
     users = graph.users.get(value, ())
-    for reader, place in users if len(users) > 1 else ():
+    for reader, place in users if 1 < len(users) <= MOST_READERS else ():
         now = best.strategies[reader.name]
         if is_view(reader) or len(reader.outputs) > 1 or now.inputs[place] != REPLICATE:
             continue

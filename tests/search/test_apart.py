@@ -127,6 +127,15 @@ def test_what_is_sent_quickly_is_left_as_it_is(ways: Ways, whole: bool) -> None:
     assert not list(ways(search.problem, best, words(large().graph), 10 * best_s))
 
 
+def test_of_a_weight_that_many_read_no_reader_is_served_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same weight, were two readers too many."""
+    search, best, _ = data_parallel(whole=False)
+    node = words(search.problem.choices.graph)
+    assert list(_reads(search.problem, best, node, 0.0))
+    monkeypatch.setattr(apart, "MOST_READERS", 1)
+    assert not list(_reads(search.problem, best, node, 0.0))
+
+
 @pytest.mark.parametrize(("ways", "pins"), [(_terms, DATA_PARALLEL), (_reads, IN_SHARDS)])
 def test_pinned_parameters_stay_where_they_are(ways: Ways, pins: Pins) -> None:
     _, best, _ = data_parallel(whole=pins is DATA_PARALLEL)

@@ -104,7 +104,7 @@ def test_gradients_that_are_narrow_already_are_exchanged_as_they_are() -> None:
 
 def test_what_fits_in_no_way_is_refused() -> None:
     tiny = TWO.replace("memory: 800MB", "memory: 1MB")
-    with pytest.raises(HapError, match=r"25.196544MB; the 3 devices hold"):
+    with pytest.raises(HapError, match=r"33.595392MB; the 3 devices hold"):
         advise(net(), ClusterSpec.from_yaml(tiny), effort="quick")
 
 

@@ -49,7 +49,7 @@ from hap.search.subsets import LeftOut, fewer_hosts, kinds_of, slowest_kinds, wi
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
-OVERLAP = 0.5  # of a step with nothing overlapped, as run. A heuristic, as is
+OVERLAP = 0.5  # of a step with nothing overlapped, as run: the longer of computing and sending is half of both or more
 LIKELY = 0.95  # of the step as run at first glance, which a whole search leads to
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
 FEWEST_NODES = 500  # of a graph whose bounds are worth a second process

@@ -8,7 +8,7 @@ from hap.cluster import ClusterSpec
 from hap.search.limits import HASTY, Limits
 from hap.search.problem import Problem
 from hap.search.starts import least_compute_s
-from hap.search.subsets import Advice, fewer_hosts, kinds_of, slowest_kinds, without
+from hap.search.subsets import Advice, fewer_hosts, kinds_of, look_beside, slowest_kinds, without
 
 WORTH_SAYING = 0.03  # of the step, that devices cost by taking part
 
@@ -40,12 +40,7 @@ def advise(
     for ranks in kinds:
         if not looked_at(ranks):
             break
-    for step in (1, -1):  # without ever more hosts of a kind; without fewer, while that is better
-        place = nested.index(best()) + step
-        while 0 <= place < len(nested) and nested[place] not in found and nested[place] not in kinds:
-            if not looked_at(nested[place]) or (step < 0 and best() != nested[place]):
-                break
-            place += step
+    look_beside(nested, kinds, best, lambda ranks: best() == ranks if looked_at(ranks) else None)
     least_s = found[best()]
     if least_s > step_s * (1 - WORTH_SAYING):
         return None

@@ -44,7 +44,7 @@ from hap.search.found import Found, best_of
 from hap.search.judge import LEANEST
 from hap.search.least_bound import MOST_NODES, Aim, LeastBound
 from hap.search.starts import least_compute_s
-from hap.search.subsets import LeftOut, fewer_hosts, kinds_of, slowest_kinds, without
+from hap.search.subsets import LeftOut, beyond, fewer_hosts, kinds_of, look_beside, slowest_kinds, without
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -247,16 +247,10 @@ class Tried:
             self.seen[number] = seen_s
         return True
 
-    def beyond(self, number: int, step: int) -> int | None:
-        """The next smaller cluster (1) or the next larger one (-1); None where only whole kinds are missing there."""
-        place = self.order.index(number) + step if self.order else -1
-        if not 0 <= place < len(self.order) or self.order[place] < self.kinds:
-            return None
-        return self.order[place]
-
     def near(self, number: int) -> list[int]:
-        """Those on either side of it."""
-        return [n for n in (self.beyond(number, 1), self.beyond(number, -1)) if n is not None]
+        """The next smaller cluster and the next larger one, where hosts alone are missing there."""
+        beside = (beyond(self.order, range(self.kinds), number, step) for step in (1, -1))
+        return [n for n in beside if n is not None]
 
     @property
     def is_played(self) -> bool:
@@ -334,27 +328,25 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     if not tried.planned:
         assert why is not None
         raise why
-    for step in (1, -1):
-        _go_on(tried, plan, step)
+    look_beside(tried.order, range(tried.kinds), lambda: _best(tried)[0], partial(_go_on, tried, plan))
 
 
-def _go_on(tried: Tried, plan: Callable[[int], None], step: int) -> None:
-    """From the best cluster with ever fewer hosts of its slowest kind of devices, as few as do not compute for too long
-    (two hosts may be no better than four, and one be); or (-1) with ever more of the next slower one, while that makes
-    the plan shorter."""
+def _go_on(tried: Tried, plan: Callable[[int], None], number: int) -> bool | None:
+    """Plan for a cluster beside the best one, if it may have the shortest step. Whether it has; None where it and those
+    further on take too long, or nothing fits."""
+    best_s = _best(tried)[1].as_run_s
+    if number not in tried.planned:
+        if tried.takes_longer(number) or not (number in tried.glances or tried.glance(number)):
+            return None
+        if tried.least_s(number) < best_s:
+            _plan(tried, plan, number)
+    return number in tried.planned and tried.planned[number].as_run_s < best_s
+
+
+def _best(tried: Tried) -> tuple[int, Planned]:
     chosen = tried.best()
     assert chosen is not None, "something is planned"
-    number, best_s = tried.beyond(chosen[0], step), chosen[1].as_run_s
-    while number is not None:
-        if number not in tried.planned:
-            if tried.takes_longer(number) or not (number in tried.glances or tried.glance(number)):
-                return
-            if tried.least_s(number) < best_s:
-                _plan(tried, plan, number)
-        planned_s = tried.planned[number].as_run_s if number in tried.planned else np.inf
-        if planned_s >= best_s and step < 0:
-            return
-        best_s, number = min(best_s, planned_s), tried.beyond(number, step)
+    return chosen
 
 
 def _plan(tried: Tried, plan: Callable[[int], None], number: int) -> InfeasibleError | None:

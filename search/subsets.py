@@ -9,13 +9,15 @@ devices out plans for the others (``fewer``), and says what they would have cost
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hap.cluster import ClusterSpec
 from hap.hosts import Device
 from hap.units import format_time
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,28 @@ def fewer_hosts(devices: Sequence[Device], seconds: Sequence[float]) -> list[tup
         if kind != min(pace):
             found.append(tuple(sorted(gone)))
     return found
+
+
+def beyond(order: Sequence[T], kinds: Collection[T], cluster: T, step: int) -> T | None:
+    """In the ``order`` from all devices to the fewest, the next smaller cluster (1) or the next larger one (-1) than
+    ``cluster``; None where that is one of the ``kinds``, which lack whole kinds and nothing else."""
+    place = order.index(cluster) + step if cluster in order else -1
+    return order[place] if 0 <= place < len(order) and order[place] not in kinds else None
+
+
+def look_beside(
+    order: Sequence[T], kinds: Collection[T], best: Callable[[], T], look: Callable[[T], bool | None]
+) -> None:
+    """From the ``best`` cluster with ever fewer hosts of its slowest kind of devices (two hosts may be no better than
+    four, and one be); then from the best with ever more of the next slower one, while that is better. ``look``: whether
+    a cluster is better than what was the best before, and None where nothing further on can be."""
+    for step in (1, -1):
+        cluster = beyond(order, kinds, best(), step)
+        while cluster is not None:
+            is_better = look(cluster)
+            if is_better is None or (step < 0 and not is_better):
+                break
+            cluster = beyond(order, kinds, cluster, step)
 
 
 def _outward(device: Device) -> float:

@@ -82,7 +82,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
     if predicted.gap is not None and predicted.lower_bound_s:
         bound = seconds(predicted.lower_bound_s)
         how = "" if predicted.overlapped_s is None else ", nothing overlapped,"
-        yield f"By the same cost model{how} no plan for this model and cluster can take less than {bound}."
+        them = "these devices, for all, or for all but the slowest kinds" if left_out(plan) else "all of these devices"
+        yield f"By the same cost model{how} no plan for {them} can take less than {bound}."
         if (least := shortest(facts.plan)) is not None:
             yield f"The shortest found by that clock takes {least}, and this one was chosen by its step as it is run."
 

@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hap.capture.sames import Sames
 from hap.capture.selected import Selected
 from hap.ctc import ctc_loss
 
@@ -31,12 +32,22 @@ from hap.ctc import ctc_loss
 class Respelled(TorchFunctionMode):
     """While active, those functions run as they are written here, where they can."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._sames = Sames()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _BY_MASK:
+            args = (*args[:1], *map(self._sames.first, args[1:2]), *args[2:])  # never what may be written to
+            kwargs = {k: self._sames.first(a) if k == "mask" else a for k, a in kwargs.items()}
         if any(isinstance(a, Selected) for a in (*args, *kwargs.values())):
             return Selected.__torch_function__(func, types, args, kwargs)
         found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD else None
-        return func(*args, **kwargs) if found is None else found
+        if found is None:
+            found = func(*args, **kwargs)
+            self._sames.note(func, args, kwargs, found)
+        return found
 
 
 Instead = Callable[..., torch.Tensor | Selected | None]  # None: as it is
@@ -176,6 +187,7 @@ def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int]
     return mask, behind
 
 
+_BY_MASK = (torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.masked_select, torch.masked_select)
 _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.__getitem__: _read,
     torch.Tensor.__setitem__: _written,

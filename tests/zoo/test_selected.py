@@ -68,7 +68,41 @@ def changed_by_another_name(y):
     return first.square().mean()
 
 
+def twice(y):
+    """The losses of Hugging Face's examples, and of those who write them by hand."""
+    by_hand = functional.cross_entropy(y[IGNORED != -100], CLASSES[IGNORED != -100])
+    flat = y.view(-1, WIDTH)[IGNORED.view(-1) != -100]
+    return by_hand + functional.cross_entropy(flat, CLASSES.view(-1)[IGNORED.view(-1).ne(-100)], reduction="sum")
+
+
+def shifted(y):
+    return functional.cross_entropy(y[:, :-1][IGNORED[:, 1:] != -100], CLASSES[:, 1:][IGNORED[:, 1:] != -100])
+
+
+def doubled_by_one_made_twice(y):
+    x = y.sin()
+    x[PLACES & ~(IGNORED == -100)] *= 2
+    return x
+
+
+def made_again_after_a_change(y):
+    """Masks that look alike and are not."""
+    classes = CLASSES + torch.zeros_like(y[..., 0], dtype=torch.long)
+    rows = classes.view(-1)
+    mask = classes > 1
+    before = y[mask].sum() + y.view(-1, WIDTH)[rows > 1].cos().sum()
+    classes[:, 0] = 0
+    after = y[classes > 1].square().sum() + y.view(-1, WIDTH)[rows > 1].sin().sum()
+    again = classes > 1
+    again[0] = True
+    return before + after + 2 * y[again].sum() + 3 * y[classes > 1].sum() + y[mask].exp().sum()
+
+
 EQUAL = {
+    "masks made twice": twice,
+    "masks of shifted labels": shifted,
+    "changed by a mask made twice": doubled_by_one_made_twice,
+    "made again after a change": made_again_after_a_change,
     "changed by another name": changed_by_another_name,
     "written where it was selected": written(lambda y: y[PLACES]),
     "written by one mask in a tuple": written(lambda y: (y * VALUES)[EACH], of=(EACH,)),
@@ -174,9 +208,21 @@ def changed(y):
     return (first - VALUES[mask]).sum()
 
 
+def made_of_what_changed(y):
+    classes = CLASSES + torch.zeros_like(y[..., 0], dtype=torch.long)
+    first = y[classes > 1]
+    classes += 1
+    return (first - VALUES[classes > 1]).sum()
+
+
 OTHER = drawn(BATCH, LENGTH, seed=9) > 0.2
 REFUSED = {
     "two masks": (lambda y: (y[PLACES] - VALUES[OTHER]).sum(), "use the same tensor as the mask"),
+    "masks of other numbers": (
+        lambda y: (y[CLASSES > 1] - VALUES[CLASSES > 2]).sum(),
+        "use the same tensor as the mask",
+    ),
+    "masks of what changed": (made_of_what_changed, "use the same tensor as the mask"),
     "how many": (lambda y: y[PLACES].sum() / y[PLACES].shape[0], "the shape of a tensor whose size depends on values"),
     "the number of elements": (lambda y: y[PLACES].numel() * y.sum(), "numel of a tensor whose size depends"),
     "length": (lambda y: len(y[PLACES]) * y.sum(), "len of a tensor whose size depends on values"),

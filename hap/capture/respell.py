@@ -11,7 +11,8 @@
   than channels and places: sequences are then the channels. That is how ``torch.stft`` pads them. Here they come first.
 - ``x[mask] = value``, by a mask of booleans, is ``where`` if the value does not say how many places there are. As a
   write at places it can be dealt out by nothing, as places are counted over the whole, and a value's gradient has a
-  size that depends on the mask. ``x[mask]`` that is read is ``Selected``.
+  size that depends on the mask. ``x[mask]`` that is read is ``Selected``, and so is what is read at all places of a
+  mask (``mask.nonzero()``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hap.capture.places import Place, as_mask, holds_places, places
 from hap.capture.sames import Sames
 from hap.capture.selected import Selected
 from hap.ctc import ctc_loss
@@ -39,8 +41,12 @@ class Respelled(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _BY_MASK:
-            args = (*args[:1], *map(self._sames.first, args[1:2]), *args[2:])  # never what may be written to
-            kwargs = {k: self._sames.first(a) if k == "mask" else a for k, a in kwargs.items()}
+            args = (*args[:1], *map(self._mask, args[1:2]), *args[2:])  # never what may be written to
+            kwargs = {k: self._mask(a) if k == "mask" else a for k, a in kwargs.items()}
+        if func in _SELECTING and any(isinstance(a, Place) for a in (*args, *kwargs.values())):
+            func, args, kwargs = torch.Tensor.__getitem__, self._selected(*args, **kwargs), {}
+        if holds_places((*args, *kwargs.values())):
+            return Place.__torch_function__(func, types, args, kwargs)
         if any(isinstance(a, Selected) for a in (*args, *kwargs.values())):
             return Selected.__torch_function__(func, types, args, kwargs)
         found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD else None
@@ -49,8 +55,17 @@ class Respelled(TorchFunctionMode):
             self._sames.note(func, args, kwargs, found)
         return found
 
+    def _mask(self, index: Any) -> Any:
+        return self._sames.first(as_mask(index))
 
-Instead = Callable[..., torch.Tensor | Selected | None]  # None: as it is
+    def _selected(self, input: Any, dim: int, index: Any) -> tuple[Any, ...]:
+        """What ``input`` is indexed with, whole dims in front."""
+        index = self._mask(index)
+        behind = (slice(None),) * (dim % input.dim()) if isinstance(input, torch.Tensor) else ()
+        return input, (*behind, index)
+
+
+Instead = Callable[..., torch.Tensor | Selected | Place | tuple[Place, ...] | None]  # None: as it is
 
 
 def _pooled(dims: int) -> Instead:
@@ -172,6 +187,14 @@ def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> Selected | None:
     return Selected.of(input, mask) if mask.shape == input.shape and mask.dim() else None
 
 
+def _places(input: torch.Tensor, *, as_tuple: bool = False) -> tuple[Place, ...] | Place | None:
+    return places(input, as_tuple)
+
+
+def _where(condition: torch.Tensor, *others: Any, **named: Any) -> tuple[Place, ...] | Place | None:
+    return None if others or named else places(condition, as_tuple=True)
+
+
 def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int] | None:
     """The only mask in ``index``, and how many dims of ``x`` lie behind its own; None if there is anything else than
     whole dims beside it."""
@@ -188,11 +211,17 @@ def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int]
 
 
 _BY_MASK = (torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.masked_select, torch.masked_select)
+_SELECTING = (torch.Tensor.index_select, torch.index_select)
 _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.__getitem__: _read,
     torch.Tensor.__setitem__: _written,
     torch.Tensor.masked_select: _masked_select,
     torch.masked_select: _masked_select,
+    torch.Tensor.nonzero: _places,
+    torch.nonzero: _places,
+    torch.Tensor.argwhere: _places,
+    torch.argwhere: _places,
+    torch.where: _where,
     torch.Tensor.stft: _stft,
     torch.stft: _stft,
     functional.pad: _padded,

@@ -98,7 +98,31 @@ def made_again_after_a_change(y):
     return before + after + 2 * y[again].sum() + 3 * y[classes > 1].sum() + y[mask].exp().sum()
 
 
+def at_places(y):
+    there, rows, columns = (IGNORED != -100).nonzero(as_tuple=True), *torch.where(PLACES)
+    loss = functional.cross_entropy(y[there], CLASSES[torch.where(IGNORED != -100)])
+    return loss + y[rows, columns].square().mean() + y[torch.nonzero(CLASSES, as_tuple=True)].sin().sum()
+
+
+def by_numbers(y):
+    i = (IGNORED.view(-1) != -100).nonzero().squeeze(1)
+    loss = functional.cross_entropy(y.view(-1, WIDTH).index_select(0, i), CLASSES.view(-1)[i], reduction="sum")
+    samples = torch.argwhere(SAMPLES)[:, 0]
+    return loss + y[samples].cos().mean() + torch.index_select(y, dim=0, index=SAMPLES.nonzero().flatten()).sum()
+
+
+def written_at_places(y):
+    x = y.sin()
+    x[torch.where(EACH)] = 0.5
+    x[PLACES.nonzero(as_tuple=True)] *= 2
+    x[:, COLUMNS[:LENGTH].nonzero().view(-1)] = 3.0
+    return x
+
+
 EQUAL = {
+    "at the places of a mask": at_places,
+    "by the numbers of places": by_numbers,
+    "written at the places of a mask": written_at_places,
     "masks made twice": twice,
     "masks of shifted labels": shifted,
     "changed by a mask made twice": doubled_by_one_made_twice,
@@ -215,6 +239,14 @@ def made_of_what_changed(y):
     return (first - VALUES[classes > 1]).sum()
 
 
+def at_places_that_changed(y):
+    mask = y.detach() > 0
+    there = mask.nonzero(as_tuple=True)
+    mask &= EACH
+    return y[there].sum()
+
+
+ROWS, AT = "of the places where a mask is set, a tensor whose size depends", "not by all of its dims in order"
 OTHER = drawn(BATCH, LENGTH, seed=9) > 0.2
 REFUSED = {
     "two masks": (lambda y: (y[PLACES] - VALUES[OTHER]).sum(), "use the same tensor as the mask"),
@@ -223,6 +255,26 @@ REFUSED = {
         "use the same tensor as the mask",
     ),
     "masks of what changed": (made_of_what_changed, "use the same tensor as the mask"),
+    "places of another order": (lambda y: y[PLACES.nonzero(as_tuple=True)[::-1]].sum(), AT),
+    "some dims of places": (lambda y: y[PLACES.nonzero(as_tuple=True)[0]].sum(), AT),
+    "places as a table": (lambda y: y[SAMPLES.nonzero()].sum(), AT),
+    "places of a part": (lambda y: y[SAMPLES.nonzero()[:2, 0]].sum(), f"a part {ROWS}"),
+    "places of many dims in a row": (lambda y: y[PLACES.nonzero().flatten()].sum(), f"flatten {ROWS}"),
+    "places apart": (
+        lambda y: y[PLACES.nonzero(as_tuple=True)[0], 0, torch.where(PLACES)[1]].sum(),
+        "between their dims",
+    ),
+    "the next places": (lambda y: y[SAMPLES.nonzero().squeeze(-1) + 1].sum(), f"add {ROWS}"),
+    "of every dim": (lambda y: y[SAMPLES.nonzero().squeeze()].sum(), f"squeeze {ROWS}"),
+    "places by a mask": (lambda y: y[SAMPLES.nonzero()[SAMPLES, 0]].sum(), f"a part {ROWS}"),
+    "one of the places": (lambda y: y[SAMPLES.nonzero().squeeze(-1) == 3].sum(), f"eq {ROWS}"),
+    "places as numbers": (lambda y: y.sum() * int(SAMPLES.nonzero().squeeze(1)), f"int {ROWS}"),
+    "places put together": (lambda y: y[torch.cat([SAMPLES.nonzero()])].sum(), f"cat {ROWS}"),
+    "how many places": (lambda y: y.sum() * PLACES.nonzero().shape[0], f"shape {ROWS}"),
+    "one place after another": (lambda y: sum(y[i].sum() for i in SAMPLES.nonzero()), f"a loop {ROWS}"),
+    "if there are places": (lambda y: y.sum() if SAMPLES.nonzero() else y.mean(), f"the truth {ROWS}"),
+    "the number of places": (lambda y: y.sum() * len(SAMPLES.nonzero()), f"the number {ROWS}"),
+    "places that changed": (at_places_that_changed, "changed in place since"),
     "how many": (lambda y: y[PLACES].sum() / y[PLACES].shape[0], "the shape of a tensor whose size depends on values"),
     "the number of elements": (lambda y: y[PLACES].numel() * y.sum(), "numel of a tensor whose size depends"),
     "length": (lambda y: len(y[PLACES]) * y.sum(), "len of a tensor whose size depends on values"),

@@ -29,14 +29,10 @@ class Place:
         _refuse(getattr(func, "__name__", str(func)).strip("_"))
 
     def __getitem__(self, index: Any) -> Place:
-        of_all = isinstance(index, tuple) and len(index) == 2 and isinstance(index[1], int)
-        if (
-            self.dim is None
-            and of_all
-            and (index[0] is ... or (isinstance(index[0], slice) and index[0] == slice(None)))
-        ):
-            if -self.mask.dim() <= index[1] < self.mask.dim():
-                return Place(self.unchanged, index[1] % self.mask.dim())
+        rows, dim = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
+        of_all = rows is ... or (isinstance(rows, slice) and rows == slice(None))
+        if self.dim is None and of_all and isinstance(dim, int) and -self.mask.dim() <= dim < self.mask.dim():
+            return Place(self.unchanged, dim % self.mask.dim())
         _refuse("a part")
 
     def squeeze(self, dim: int | None = None) -> Place:

@@ -43,7 +43,7 @@ class Sames:
         """``func`` made this."""
         own = getattr(func, "__name__", "")
         name = own.strip("_")
-        if name not in _PURE or (own.endswith("_") and not own.endswith("__")) or type(found) is bool:
+        if name not in _PURE or (own.endswith("_") and not own.endswith("__")):
             return
         if not isinstance(found, torch.Tensor) or any(found is a for a in args) or "out" in kwargs:
             return
@@ -52,8 +52,8 @@ class Sames:
             return
         first = self._first.get(key)
         if first is None or not first.is_unchanged:
-            first = self._first[key] = _Made(found, args, found._version, found, found._version)
-        self._made[id(found)] = _Made(found, args, found._version, first.tensor, first.first_version)
+            first = self._first[key] = _Made(found, (args, kwargs), found._version, found, found._version)
+        self._made[id(found)] = _Made(found, (args, kwargs), found._version, first.tensor, first.first_version)
 
     def first(self, argument: Any) -> Any:
         """The first tensor that was made of the same, of one or of each in a tuple; what is none as it is."""

@@ -40,7 +40,7 @@ def advise(
     for ranks in kinds:
         if not looked_at(ranks):
             break
-    look_beside(nested, kinds, best, lambda ranks: best() == ranks if looked_at(ranks) else None)
+    look_beside(nested, kinds, best, lambda ranks: best() == ranks if ranks in found or looked_at(ranks) else None)
     least_s = found[best()]
     if least_s > step_s * (1 - WORTH_SAYING):
         return None

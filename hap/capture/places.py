@@ -31,7 +31,7 @@ class Place:
     def __getitem__(self, index: Any) -> Place:
         rows, dim = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
         of_all = rows is ... or (isinstance(rows, slice) and rows == slice(None))
-        if self.dim is None and of_all and isinstance(dim, int) and -self.mask.dim() <= dim < self.mask.dim():
+        if self.dim is None and of_all and type(dim) is int and -self.mask.dim() <= dim < self.mask.dim():
             return Place(self.unchanged, dim % self.mask.dim())
         _refuse("a part")
 
@@ -60,7 +60,7 @@ class Place:
         _refuse(name)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__len__":
+        if name.startswith("__"):
             raise AttributeError(name)
         _refuse(name)
 

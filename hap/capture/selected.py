@@ -10,8 +10,8 @@ So all places stay, with zeros where nothing is selected, and these are left out
 
 A place that is not selected gets the gradient zero, and so must whatever led to it: no function may be infinite there,
 nor its derivative, as 0 times that is no number. Those that may be are given another argument there (``_SAFE``). The
-rest is refused: what depends on the number itself, what puts places together, and two masks in one call,
-but where they are made of the same by the same comparisons (``sames``).
+rest is refused: what depends on the number itself, what puts places together, and two masks in one call
+that are not made of the same by the same comparisons (``sames``).
 """
 
 from __future__ import annotations

@@ -95,6 +95,9 @@ def made_again_after_a_change(y):
     after = y[classes > 1].square().sum() + y.view(-1, WIDTH)[rows > 1].sin().sum()
     again = classes > 1
     again[0] = True
+    first, second = classes > 2, classes > 2
+    first[1] = True
+    after = after + y[second].tanh().sum() - y[first].square().sum()
     named = y[torch.gt(input=classes + 1, other=2)].sum() - y[torch.gt(input=classes - 1, other=2)].cos().sum()
     return named + before + after + 2 * y[again].sum() + 3 * y[classes > 1].sum() + y[mask].exp().sum()
 

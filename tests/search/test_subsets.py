@@ -1,11 +1,14 @@
 """Devices that cost more than they bring, and what the others would do alone."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hap.cluster import ClusterSpec
 from hap.search import plan_graph
+from hap.search.planner import Search
+from hap.search.problem import Problem
 from hap.search.subsets import Advice, Kind, fewer_hosts, kinds_of, slowest_kinds, without
 from tests.search.models import cluster, mlp
 
@@ -64,13 +67,21 @@ def test_says_how_many_of_a_kind() -> None:
     assert [str(kind) for kind in kinds_of(MIXED, (0, 1, 2, 3, 4, 5))] == ["the 2 A100-40GB", "the 4 T4"]
 
 
-def test_advises_hosts_of_a_kind_to_be_left_out() -> None:
-    """Four hosts alike, whose networks take longer than three of them bring."""
+def test_advises_hosts_of_a_kind_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four hosts alike, whose networks take longer than three of them bring. Each cluster is looked at once."""
+    looked_at, alone_s = list[int](), Search.alone_s
+
+    def noted(search: Search, problem: Problem, *rest: Any, **options: Any) -> float | None:
+        looked_at.append(problem.world_size)
+        return alone_s(search, problem, *rest, **options)
+
+    monkeypatch.setattr(Search, "alone_s", noted)
     found, host = mlp(batch=4096, width=512), "  - {{name: {0}, devices: {1}, link: {2}, network: {3}}}\n"
     two = "[{name: new, count: 2, tflops: {float32: 10}, memory: 16GB, memory_bandwidth: 2000GB/s}]"
     rates = "{bandwidth: 50GB/s, latency: 1us}", "{bandwidth: 0.05GB/s, latency: 1us}"
     hosts = [host.format(name, two, *rates) for name in "abcd"]
     plan = plan_graph(found, ClusterSpec.from_yaml(f"name: four\nhosts:\n{''.join(hosts)}"))
+    assert looked_at == [4, 2]
     one = plan_graph(found, ClusterSpec.from_yaml(f"name: one\nhosts:\n{hosts[0]}"))
     assert plan.provenance.solver["leave_out"] == [2, 3, 4, 5, 6, 7]
     assert plan.provenance.solver["leave_out_overlapped_s"] == pytest.approx(one.predicted.as_run_s, rel=0.02)

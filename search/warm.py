@@ -2,9 +2,9 @@
 
 With barriers and while memory does not bind, sizes change the objective of ``milp`` alone. Its linear relaxation is
 nearly always integral (feasibility.md section 5), and then its optimum is the program's. So it is kept in a simplex
-solver (GLOP): the first solution is found from nothing, every later one from the basis of the one before, for other
-sizes and where options are forced. The dual simplex does both, without presolve, which would take longer than most
-solutions and hide the basis: half the seconds of primal steps from the last optimum.
+solver (GLOP): the first solution is found from nothing, every later one from the basis of the one before, of the last
+one with the same options forced if there is one. The dual simplex does both, without presolve, which would take longer
+than most solutions and hide the basis: half the seconds of primal steps from the last optimum.
 
 Where only points below some cost are asked for, the dual steps, which raise what is proved, end once that is more.
 
@@ -62,6 +62,7 @@ class WarmProgram:
         self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
         self.is_empty = False  # whether what was asked last is proved to have no point
         self.is_given_up = False  # whether none was met in time, and no more is to be asked
+        self._bases: dict[bytes, solution_pb2.BasisProto] = {}  # of the last optimum for each upper bounds
         self._asked: tuple[bytes, bytes, float, int, float] | None = None  # last
         self._found: Solution | None = None
 
@@ -76,9 +77,9 @@ class WarmProgram:
         below: float = np.inf,
     ) -> Solution | None:
         """The optimum for an objective (V,) and upper bounds (V,), those of the program if there are no others. None
-        where there is none, or none that is found in this way. ``start``: a basis to begin from; ``gap``: relative;
-        ``nodes``: of branch and bound, at most; ``below``: points that cost as much or more are none. Asked for the
-        same again, nothing is solved."""
+        where there is none, or none that is found in this way. ``start``: a basis to begin from, else that of the last
+        optimum for these upper bounds, if there was one; ``gap``: relative; ``nodes``: of branch and bound, at most;
+        ``below``: points that cost as much or more are none. Asked for the same again, nothing is solved."""
         upper = self.upper if upper is None else upper
         asked = cost.tobytes(), upper.tobytes(), gap, nodes, below
         if asked != self._asked:
@@ -91,7 +92,10 @@ class WarmProgram:
         self.solver.limit(upper)
         self.solver.minimise(cost)
         limit = below + INTEGRAL * abs(below)  # where there is no point, the steps would go on to the end
+        start = self._bases.get(upper.tobytes()) if start is None else start
         relaxed = self.solver.solve(until(RELAXED, limit), reduced=True, start=start)
+        if self.solver.basis is not None:
+            self._bases[upper.tobytes()] = self.solver.basis
         self.is_empty, self.is_given_up = self.solver.ended == "infeasible" or self._is_above(below), False
         if relaxed is None or not relaxed.is_optimal:
             return None

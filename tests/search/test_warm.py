@@ -157,6 +157,18 @@ def test_the_objective_changes_and_the_optimum_with_it() -> None:
         assert point.values.tolist() == pytest.approx(taken)
 
 
+def test_a_program_begins_where_it_ended_last_with_the_same_options_forced() -> None:
+    """Costs are the same, options are forced and freed again: where it ended last is the best point still."""
+    problem = Problem.state(mlp(16, 16, 3), cluster((1, "1GB"), (4, "1GB")), "adamw", Pins())
+    tables, first = problem.tables(False), problem.classes.of[problem.choices.graph.sources("parameter")[0].name]
+    prices = Prices(tables, problem.round({}, (0.2, 0.8), (0.2, 0.8)), np.full(2, 1e9))
+    steps = []
+    for forced in (None, {first: (0,)}, {first: (1,)}, None, {first: (0,)}):
+        assert choose(tables.skeleton, prices, forced=forced, barriers=True, warm=True) is not None
+        steps.append(tables.skeleton.kept.solver.steps)
+    assert steps[2] > 0 and steps[3:] == [0, 0]
+
+
 def test_above_what_no_point_may_cost_nothing_is_solved_to_the_end() -> None:
     """A limit below the relaxation's optimum leaves no point, and it is said that this is proved; with one above it the
     same point is found as without."""

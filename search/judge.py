@@ -87,7 +87,9 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     found = {_key(f): f for f in (best, *sorted(met, key=lambda f: f.cost)) if f.fits}
     watch.look(f for f in list(found.values())[: 1 + MOST] if f.cost[1] <= FAR * best.cost[1])
     watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
-    watch.look(f for f in (*_family(chooser, watch.least_s), *_in_shards(chooser)) if f.fits)
+    least_s = watch.least_s
+    family = (f for sharded in (False, True) for f in _family(chooser, least_s, sharded=sharded))
+    watch.look(f for f in (*family, *_in_shards(chooser)) if f.fits)
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
@@ -104,10 +106,14 @@ def as_run_s(chooser: Chooser, found: Found) -> float:
 
 def first_look_s(chooser: Chooser, found: Found) -> float:
     """The shortest step, as it is run, of ``found`` and of what of the data-parallel family, and of everything on every
-    rank, is found quickly."""
+    rank, is found quickly: parameters in shards only where whole ones do not fit, as they take about as long."""
     watch = _Stopwatch(chooser)
     watch.look([found])
-    watch.look(f for f in _family(chooser, watch.least_s) if f.fits)
+    for sharded in (False, True):
+        family = [f for f in _family(chooser, watch.least_s, sharded=sharded) if f.fits]
+        watch.look(family)
+        if family:
+            break
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     return watch.least_s
 
@@ -244,9 +250,9 @@ def _dealt_out(chooser: Chooser, found: Found) -> Found:
     return known[key]
 
 
-def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
-    """The batch split by speed and evenly, and parameters whole (data parallel) or sharded (ZeRO), with all calls on
-    the batch's pieces that can be: where pins allow. A solver that counts every collective's latency and no overlap
+def _family(chooser: Chooser, least_s: float, *, sharded: bool) -> Iterator[Found]:
+    """The batch split by speed and evenly, and parameters whole (data parallel) or ``sharded`` (ZeRO), with all calls
+    on the batch's pieces that can be: where pins allow. A solver that counts every collective's latency and no overlap
     joins the ranks in mid-step to save gradients that a bundle takes along. No split with which some rank computes for
     longer than ``least_s``, whatever the strategies."""
     problem, batch = chooser.problem, _batch(chooser.problem)
@@ -256,21 +262,20 @@ def _family(chooser: Chooser, least_s: float) -> Iterator[Found]:
     vectors = dict.fromkeys(tuple(np.round(s / s.sum(), 12).tolist()) for s in speeds)
     split = [v for v in vectors if float((problem.whole_s * v).max()) * EVERYTHING <= least_s]
     dealt_out: set[tuple[int, ...]] = set()
-    for sharded in (False, True):
-        found: Found | None = None
-        for vector in split:
-            sizes = problem.round({}, vector, vector)
-            if found is None:
-                forced = _forced(problem, batch, sharded=sharded, throughout=True)
-                found = chooser.strategies(sizes, False, (), forced=forced, limited=False)
-            else:  # little is left to choose, and that hardly depends on sizes
-                found = at_sizes(problem, found, sizes)
-            if found is None:
-                continue
-            yield found
-            if (key := chosen(found.strategies)) not in dealt_out:
-                dealt_out.add(key)
-                yield _dealt_out(chooser, found)
+    found: Found | None = None
+    for vector in split:
+        sizes = problem.round({}, vector, vector)
+        if found is None:
+            forced = _forced(problem, batch, sharded=sharded, throughout=True)
+            found = chooser.strategies(sizes, False, (), forced=forced, limited=False)
+        else:  # little is left to choose, and that hardly depends on sizes
+            found = at_sizes(problem, found, sizes)
+        if found is None:
+            continue
+        yield found
+        if (key := chosen(found.strategies)) not in dealt_out:
+            dealt_out.add(key)
+            yield _dealt_out(chooser, found)
 
 
 def _in_shards(chooser: Chooser) -> Iterator[Found]:

@@ -11,10 +11,10 @@ over the subsets of P and the steps of ``recompute``: the fewest steps with whic
 level. At the end of the forward pass all kept copies are there, so they are taken in the order of s[p] / b[p], of equal
 ones the last layers' first, whose copies are freed soonest: as many as the ledger lets in (``_fullest``).
 
-A MILP that gathers every parameter twice does not care whether it gathers the parameter or a view of it for one pass
-and the parameter for the other. It is asked once more for the same homes of the parameters, gathered once and with no
-limit to memory, so that one copy serves both passes. Nor does it know that copies may stay: it fills the memory with
-what saves collectives otherwise. So it is asked for the same sizes with less memory, too (``LEAN``).
+A MILP that gathers every parameter twice does not know that copies may stay: it fills the memory with what saves
+collectives otherwise. So it is asked for the same sizes with less memory, too (``LEAN``). Nor does it care whether it
+gathers the parameter or a view of it for one pass and the parameter for the other. So for the same homes of the
+parameters it is asked once more, gathered once and with no limit to memory: then one copy serves both passes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hap.cost_models.memory import local_bytes
+from hap.placement import GroupSizes
 from hap.plan import Recomputed, Strategy
 from hap.search.blocks import LEVELS
 from hap.search.found import Found, best_of
@@ -48,7 +49,9 @@ def or_keeping(search: Search, best: Found, overlapped_s: float | None) -> tuple
     search.progress.say("asking which gathered parameters can stay")
     problem, found = search.problem, best
     leaner = (search.chooser.leaner(best.sizes, part) for part in LEAN)
-    choices = [s for s in (best.strategies, _gathering_once(search, best), *leaner) if s is not None]
+    met = [best.strategies, *(s for s in leaner if s is not None)]
+    once = (_gathering_once(search, best.sizes, strategies) for strategies in met)
+    choices = [best.strategies, *(s for s in once if s is not None)]
     for recomputed in _repeated(problem, best):
         for strategies in choices:
             tried = _fullest(problem, replace(best, strategies=strategies, recomputed=recomputed))
@@ -59,12 +62,14 @@ def or_keeping(search: Search, best: Found, overlapped_s: float | None) -> tuple
     return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)
 
 
-def _gathering_once(search: Search, best: Found) -> Mapping[str, Strategy] | None:
-    """The strategies for parameters gathered once that lie as those of ``best``, whatever memory they take."""
+def _gathering_once(
+    search: Search, sizes: GroupSizes, strategies: Mapping[str, Strategy]
+) -> Mapping[str, Strategy] | None:
+    """Those for parameters gathered once that lie as by ``strategies``, whatever memory they take."""
     problem = search.problem
     homes = {problem.classes.of[n.name]: n.name for n in problem.choices.graph.sources("parameter")}
-    forced = {a: (best.choice.picks[a],) for a in homes}
-    return search.chooser.unlimited(best.sizes, forced=forced)
+    forced = {a: (problem.facts.candidates[name].index(strategies[name]),) for a, name in homes.items()}
+    return search.chooser.unlimited(sizes, forced=forced)
 
 
 def _repeated(problem: Problem, best: Found) -> list[tuple[Recomputed, ...]]:

@@ -66,10 +66,10 @@ class Beside:
         """In the place of ``milp._solved``."""
 
         def both(
-            skeleton: Any, proto: Any, start: Any, gap: float, nodes: int, below: float, check: Any
+            skeleton: Any, proto: Any, stakes: Any, start: Any, gap: float, nodes: int, below: float, check: Any
         ) -> Solution | None:
             began = time.process_time()
-            found = own(skeleton, proto, start, gap, nodes, below, check)
+            found = own(skeleton, proto, stakes, start, gap, nodes, below, check)
             ended = time.process_time()
             if len(proto.linear_constraints.ids) > len(skeleton.row_names):
                 alone = solve_once(proto, HIGHS, branching(gap, nodes))

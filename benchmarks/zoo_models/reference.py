@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.zoo_models.case import Case
@@ -24,7 +25,8 @@ ZERO = 1e-13  # of the model's largest gradient: what is smaller is zero in exac
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step leaves, whole: the loss, gradients by parameter, buffers afterwards (those that state dicts hold)."""
+    """What a step leaves, whole: the loss, gradients by parameter, and afterwards buffers (those that state dicts hold)
+    and frozen parameters."""
 
     loss: torch.Tensor
     gradients: Mapping[str, torch.Tensor]
@@ -104,9 +106,14 @@ def one_device(case: Case, seed: int) -> Outcome:
         loss = case.loss_fn(model(*call.args, **call.kwargs), *call.targets)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(loss.detach(), gradients, kept(model))
+
+
+def kept(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that state dicts hold, and frozen parameters."""
     stored = model.state_dict()
-    buffers = {name: stored[name] for name, _ in model.named_buffers() if name in stored}
-    return Outcome(loss.detach(), gradients, buffers)
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | {name: stored[name] for name, _ in model.named_buffers() if name in stored}
 
 
 def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:

@@ -21,6 +21,7 @@ from hap.capture.blame import blame
 from hap.capture.chance import no_chance
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
+from hap.capture.counters import steady
 from hap.capture.decompose import decompositions
 from hap.capture.experts import as_batched
 from hap.capture.inputs import StepInputs, input_paths, step_inputs
@@ -104,21 +105,26 @@ def _trace(
     buffers = {n: fakes.tensor(b) for n, b in state.buffers.items()}
     fake = {**parameters, **buffers}
     replacements = {id(t): fake[n] for n, t in (*state.parameters.items(), *state.buffers.items())}
-    copied = copy_with(model, replacements)
-    step = Step(copied, parameters, buffers, inputs, frozen_loss(loss_fn), outputs)
-    try:
-        with as_batched(), no_chance(name):
-            trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
-    except CaptureError:
-        raise
-    except Exception as e:
-        raise blame(e, name, step.failed_module(e)) from e
-    return to_graph(
-        trace,
-        name=name,
-        parameters=tuple(parameters),
-        buffers=tuple(buffers),
-        inputs=[path for path, _ in inputs.named],
-        tied=state.tied,
-        outputs=outputs,
-    )
+    copied, loss = copy_with(model, replacements), frozen_loss(loss_fn)
+
+    def traced() -> Graph:
+        step = Step(copied, parameters, buffers, inputs, loss, outputs)
+        try:
+            with as_batched(), no_chance(name):
+                trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
+        except CaptureError:
+            raise
+        except Exception as e:
+            raise blame(e, name, step.failed_module(e)) from e
+        return to_graph(
+            trace,
+            name=name,
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            inputs=[path for path, _ in inputs.named],
+            tied=state.tied,
+            outputs=outputs,
+            frozen=[n for n, p in state.parameters.items() if not p.requires_grad],
+        )
+
+    return steady(traced, (copied, loss), name)

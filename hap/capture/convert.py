@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,14 @@ def to_graph(
     inputs: Sequence[str],
     tied: Mapping[str, str],
     outputs: Sequence[str] = (),
+    frozen: Collection[str] = (),
 ) -> Graph:
     """The trace as a ``Graph``; the sequences give the user's name for each placeholder's or output's index.
 
-    An output beside the loss is the update of a buffer of its own, ``OUTPUT`` and its name, which nothing reads.
+    An output beside the loss is the update of a buffer of its own, ``OUTPUT`` and its name, which nothing reads. A
+    parameter of those that are ``frozen`` is a buffer if the forward pass changes it.
     """
+    trace, buffers = _written(trace, parameters, buffers, frozen)
     targets: dict[str, Sequence[str]] = {"parameter": parameters, "buffer": buffers, "input": inputs, "tangent": ("",)}
     _check_effects(trace)
     _check_roles((*trace.placeholders, *trace.outputs), targets)
@@ -73,6 +76,23 @@ def to_graph(
     return Graph(name, tuple(converter.nodes), loss, gradients, updates, dict(tied), converter.constants)
 
 
+def _written(
+    trace: JointTrace, parameters: Sequence[str], buffers: Sequence[str], frozen: Collection[str]
+) -> tuple[JointTrace, Sequence[str]]:
+    """The same with those parameters as further buffers that are frozen and changed in place: a codebook or an encoder
+    that follows averages."""
+    changed = [r.index for _, r in trace.outputs if r.kind == "changed_parameter" and parameters[r.index] in frozen]
+    number = {index: len(buffers) + i for i, index in enumerate(changed)}
+
+    def role(of: Role) -> Role:
+        if of.kind == "parameter" and of.index in number:
+            return Role("buffer", number[of.index])
+        return Role("update", number[of.index]) if of.kind == "changed_parameter" and of.index in number else of
+
+    placeholders, outputs = (tuple((node, role(r)) for node, r in ends) for ends in (trace.placeholders, trace.outputs))
+    return JointTrace(trace.module, placeholders, outputs), (*buffers, *(parameters[index] for index in changed))
+
+
 def _check_effects(trace: JointTrace) -> None:
     """``with_effects(token, op, ...)`` is how torch keeps a call that has no result."""
     for fx_node in trace.module.graph.nodes:
@@ -89,6 +109,7 @@ def _check_roles(described: Sequence[tuple[Any, Role]], targets: Mapping[str, Se
         changed, _, kind = role.kind.partition("_")
         if changed == "changed":
             remedy = "detach the new value" if kind == "buffer" else "change a clone of it"
+            remedy += ", or freeze it (requires_grad_(False))" if kind == "parameter" else ""
             raise CaptureError(f"the forward pass changes {kind} {targets[kind][role.index]} in place: {remedy}")
 
 

@@ -18,13 +18,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hap.capture.memory import SET_DATA, set_data
 from hap.capture.places import Place, as_mask, holds_places, places
 from hap.capture.sames import Sames
 from hap.capture.selected import Selected
@@ -32,14 +33,18 @@ from hap.ctc import ctc_loss
 
 
 class Respelled(TorchFunctionMode):
-    """While active, those functions run as they are written here, where they can."""
+    """While active, those functions run as they are written here, where they can. ``state``: parameters and buffers of
+    the step, beside its ``inputs``."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
-        self._sames = Sames()
+        self._sames, self._state, self._inputs = Sames(), state, inputs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == SET_DATA:
+            tensor, value = args
+            return set_data(tensor, value, self._state, self._inputs)
         if func in _BY_MASK:
             args = (*args[:1], *map(self._mask, args[1:2]), *args[2:])  # never what may be written to
             kwargs = {k: self._mask(a) if k == "mask" else a for k, a in kwargs.items()}

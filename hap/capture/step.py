@@ -55,11 +55,17 @@ class Step(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         model, loss_fn = self.unregistered
         call = self.inputs.rebuild(tensors)
-        state = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
+        parameters = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
-        state.update(buffers)
-        with LayerByLayer(), ByDropout(), Respelled():
+        state = {**parameters, **buffers}
+        with LayerByLayer(), ByDropout(), Respelled(tuple(state.values()), tensors):
             output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
+            for name, parameter in parameters.items():
+                if state[name] is not parameter:
+                    raise CaptureError(
+                        f"the forward pass replaces parameter {name}: a frozen one can be changed in place instead, "
+                        "under torch.no_grad()"
+                    )
             for name, buffer in buffers.items():
                 _write_back(name, buffer, state[name])
             found = [find_output(output, name).detach().clone() for name in self.outputs]

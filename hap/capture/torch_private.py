@@ -8,6 +8,7 @@
 - ``TracingContext``: tells AOTAutograd which fake mode the arguments belong to.
 - ``_set_mkldnn_enabled``: keeps kernels of one kind of CPU out of the trace.
 - ``get_decompositions``: torch's decompositions, as Python functions.
+- ``_is_alias_of``: whether two tensors lie in one memory, while there is none.
 - ``Distribution._validate_args``: whether distributions check their arguments.
 - ``CheckpointFunction.apply``: activation checkpointing whose backward pass calls the autograd engine by itself, which
   cannot be traced.
@@ -44,7 +45,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hap.errors import CaptureError
 
-__all__ = ["Fakes", "JointTrace", "OpOverload", "Role", "get_decompositions", "is_fake", "trace_joint"]
+__all__ = [
+    "Fakes", "JointTrace", "OpOverload", "Role", "get_decompositions", "is_alias", "is_fake", "trace_joint",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ class Fakes:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether they share memory, as a tensor and its view do."""
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
 
 
 def trace_joint(

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hap
 from benchmarks.zoo_models import find
-from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
+from benchmarks.zoo_models.reference import Outcome, kept, one_device, worst_error
 from hap.capture import capture
 from hap.errors import PlanError, ProgramError
 from hap.mesh_plan import MeshPlan, parse_plan
@@ -53,7 +53,7 @@ def zoo_step(rank: int, name: str, text: str) -> tuple[Any, Any, Any]:
     loss = program(**batch, targets=targets) if isinstance(batch, dict) else program(batch, targets=targets)
     loss.backward()
     stored = program.state_dict()
-    buffers = {n: stored[n] for n, _ in case.model.named_buffers() if n in stored}
+    buffers = {n: stored[n] for n in kept(case.model)}
     found = loss.detach().numpy(), program.full_gradients(), buffers
     return found[0], *({k: v.numpy() for k, v in part.items()} for part in found[1:])
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.zoo_models.case import Case
-from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
+from benchmarks.zoo_models.reference import Outcome, kept, one_device, worst_error
 from hap.capture import source_values
 from hap.capture.interpret import run_node
 from hap.cost_models.work import op_class
@@ -32,10 +32,8 @@ def hosts_error(case: Case, ratios: Sequence[int]) -> tuple[float, str]:
     values = source_values(graph, case.model, case.inputs, case.targets, seed=SEED)
     envs = [_part(graph, strategies, sizes, values, host) for host in range(len(ratios))]
     run(graphs, envs)
-    stored = case.model.state_dict()
-    buffers = {name: stored[name] for name, _ in case.model.named_buffers() if name in stored}
-    expected = one_device(case, SEED)
-    return max(worst_error(_outcome(own, env, buffers), expected) for own, env in zip(graphs, envs, strict=True))
+    expected, before = one_device(case, SEED), kept(case.model)
+    return max(worst_error(_outcome(own, env, before), expected) for own, env in zip(graphs, envs, strict=True))
 
 
 def _shared(graph: Graph, strategies: Mapping[str, Strategy]) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.zoo_models.case import Case
-from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
+from benchmarks.zoo_models.reference import Outcome, kept, one_device, worst_error
 from hap.capture import capture, source_values
 from hap.codegen.lowering import lower
 from hap.cost_models.work import op_class
@@ -35,9 +35,7 @@ def run(case: Case, found: Choices, strategies: Mapping[str, Strategy], sizes: G
     plan = make_plan(found, strategies, sizes, world_size=world_size)
     values = source_values(found.graph, case.model, case.inputs, case.targets, seed=SEED)
     result = run_lockstep(lower(found.graph, plan), values)
-    stored = case.model.state_dict()
-    buffers = {name: stored[name] for name, _ in case.model.named_buffers() if name in stored}
-    return Outcome(result.loss, result.gradients, {**buffers, **result.updates})
+    return Outcome(result.loss, result.gradients, kept(case.model) | dict(result.updates))
 
 
 def batch_strategies(found: Choices) -> dict[str, Strategy]:

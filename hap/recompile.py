@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hap.capture import capture_step, skeleton
+from hap.capture import Outside, capture_step, model_state, skeleton
 from hap.capture.autocast import Autocast
 from hap.capture.inputs import StepInputs
 from hap.capture.narrow import narrowed
@@ -30,6 +30,7 @@ class Recompiler:
         outputs: Sequence[str] = (),
     ) -> None:
         self._training, self._model = model.training, skeleton(model)
+        self._outside = Outside.of(model_state(model))
         self._loss_fn, self._graph, self._plan = loss_fn, graph, plan
         self._outputs = outputs
         self._autocast = Autocast.here()
@@ -41,6 +42,13 @@ class Recompiler:
         """
         model = self._model if training == self._training else skeleton(self._model).train(training)
         with self._autocast.again():
-            graph = capture_step(model, example, loss_fn=self._loss_fn, outputs=self._outputs, name=self._graph.name)
+            graph = capture_step(
+                model,
+                example,
+                loss_fn=self._loss_fn,
+                outputs=self._outputs,
+                name=self._graph.name,
+                outside=self._outside,
+            )
         graph = narrowed(graph, self._graph.reduce_dtype)
         return lower(graph, carry_over(self._plan, self._graph, graph))

@@ -27,6 +27,7 @@ from hap.capture.experts import as_batched
 from hap.capture.inputs import StepInputs, input_paths, step_inputs
 from hap.capture.interpret import interpret, source_values
 from hap.capture.narrow import narrowed
+from hap.capture.outside import Outside, hooks_of
 from hap.capture.state import model_state
 from hap.capture.step import Step, copy_with, frozen_loss
 from hap.capture.torch_private import Fakes, trace_joint
@@ -34,7 +35,7 @@ from hap.errors import CaptureError
 from hap.graph import Graph, verify_graph
 from hap.reduce_dtype import ReduceDtype, read_reduce_dtype
 
-__all__ = ["capture", "capture_step", "input_paths", "interpret", "skeleton", "source_values"]
+__all__ = ["Outside", "capture", "capture_step", "input_paths", "interpret", "model_state", "skeleton", "source_values"]
 
 
 def capture(
@@ -77,10 +78,12 @@ def capture_step(
     loss_fn: Callable[..., Any] | None = None,
     outputs: Sequence[str] = (),
     name: str = "",
+    outside: Outside | None = None,
 ) -> Graph:
-    """``capture`` of a call whose inputs were read already."""
+    """``capture`` of a call whose inputs were read already. ``outside``: of the model that ``loss_fn`` may know, if it
+    is another one."""
     with torch.inference_mode(False), torch.enable_grad(), Autocast.here().on_cpu():
-        graph = clean(_trace(model, inputs, loss_fn, name, tuple(outputs)))
+        graph = clean(_trace(model, inputs, loss_fn, name, tuple(outputs), outside))
     verify_graph(graph)
     return graph
 
@@ -92,14 +95,23 @@ def skeleton(model: nn.Module) -> nn.Module:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in state.parameters.values()
     }
     replacements |= {id(b): torch.empty_like(b, device="meta") for b in state.buffers.values()}
+    for name, hooks in hooks_of(state.parameters).items():
+        for hook in hooks:
+            replacements[id(state.parameters[name])].register_hook(hook)
     return copy_with(model, replacements)
 
 
 def _trace(
-    model: nn.Module, inputs: StepInputs, loss_fn: Callable[..., Any] | None, name: str, outputs: tuple[str, ...] = ()
+    model: nn.Module,
+    inputs: StepInputs,
+    loss_fn: Callable[..., Any] | None,
+    name: str,
+    outputs: tuple[str, ...],
+    outside: Outside | None,
 ) -> Graph:
     """The graph as traced, before it is cleaned."""
     state = model_state(model)
+    outside, hooks = outside or Outside.of(state), hooks_of(state.parameters)
     fakes = Fakes()
     parameters = {n: fakes.parameter(p) for n, p in state.parameters.items()}
     buffers = {n: fakes.tensor(b) for n, b in state.buffers.items()}
@@ -108,7 +120,7 @@ def _trace(
     copied, loss = copy_with(model, replacements), frozen_loss(loss_fn)
 
     def traced() -> Graph:
-        step = Step(copied, parameters, buffers, inputs, loss, outputs)
+        step = Step(copied, parameters, buffers, inputs, loss, outputs, outside, hooks)
         try:
             with as_batched(), no_chance(name):
                 trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
@@ -125,6 +137,7 @@ def _trace(
             tied=state.tied,
             outputs=outputs,
             frozen=[n for n, p in state.parameters.items() if not p.requires_grad],
+            outside=outside,
         )
 
     return steady(traced, (copied, loss), name)

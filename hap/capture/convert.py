@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hap.capture.names import Names
+from hap.capture.outside import Outside
 from hap.capture.step import MODULE_KEY
 from hap.capture.torch_private import JointTrace, OpOverload, Role, is_fake
 from hap.errors import CaptureError
@@ -35,6 +36,7 @@ def to_graph(
     tied: Mapping[str, str],
     outputs: Sequence[str] = (),
     frozen: Collection[str] = (),
+    outside: Outside,
 ) -> Graph:
     """The trace as a ``Graph``; the sequences give the user's name for each placeholder's or output's index.
 
@@ -73,6 +75,9 @@ def to_graph(
             gradients[parameters[role.index]] = value
         else:
             updates[buffers[role.index]] = value
+    changing = {*parameters, *updates} - (set(frozen) - updates.keys())
+    for constant in converter.built_in:
+        outside.check_constant(constant, changing)
     return Graph(name, tuple(converter.nodes), loss, gradients, updates, dict(tied), converter.constants)
 
 
@@ -127,6 +132,7 @@ class _Converter:
         self.nodes: list[Node] = []
         self.values: dict[Any, Value] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.built_in: list[torch.Tensor] = []  # the user's own
         self._by_content: dict[str, Value] = {}
         self._backward: set[str] = set()
         self._modules: dict[str, str] = {}
@@ -144,6 +150,7 @@ class _Converter:
         if not isinstance(tensor, torch.Tensor):
             return  # a branch of a higher-order operator, or a generator: refused where it is called
         _check_constant(tensor)
+        self.built_in.append(tensor)
         content = tensor.detach().cpu().contiguous()
         key = hashlib.sha256(repr((content.dtype, content.shape, content.tolist())).encode()).hexdigest()
         if key not in self._by_content:

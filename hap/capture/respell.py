@@ -26,6 +26,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hap.capture.memory import SET_DATA, set_data
+from hap.capture.outside import Outside
 from hap.capture.places import Place, as_mask, holds_places, places
 from hap.capture.sames import Sames
 from hap.capture.selected import Selected
@@ -34,17 +35,17 @@ from hap.ctc import ctc_loss
 
 class Respelled(TorchFunctionMode):
     """While active, those functions run as they are written here, where they can. ``state``: parameters and buffers of
-    the step, beside its ``inputs``."""
+    the step, beside its ``inputs``; ``outside``: the model's own."""
 
-    def __init__(self, state: Sequence[torch.Tensor] = (), inputs: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], outside: Outside) -> None:
         super().__init__()
-        self._sames, self._state, self._inputs = Sames(), state, inputs
+        self._sames, self._state, self._inputs, self._outside = Sames(), state, inputs, outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = (self._outside.inside(given, self._state) for given in (tuple(args), kwargs or {}))
         if func == SET_DATA:
             tensor, value = args
-            return set_data(tensor, value, self._state, self._inputs)
+            return set_data(tensor, value, tuple(self._state.values()), self._inputs)
         if func in _BY_MASK:
             args = (*args[:1], *map(self._mask, args[1:2]), *args[2:])  # never what may be written to
             kwargs = {k: self._mask(a) if k == "mask" else a for k, a in kwargs.items()}

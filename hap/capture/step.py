@@ -11,7 +11,7 @@ gradients.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 
 from hap.capture.dropout import ByDropout
 from hap.capture.inputs import StepInputs
+from hap.capture.outside import Hook, Outside
 from hap.capture.recurrent import LayerByLayer
 from hap.capture.respell import Respelled
 from hap.errors import CaptureError
@@ -28,7 +29,8 @@ MODULE_KEY = "hap_module"  # under node.meta["custom"]
 
 
 class Step(nn.Module):
-    """``parameters`` and ``buffers`` are the fake tensors, by the user's names; they are registered as p0.., b0..."""
+    """``parameters`` and ``buffers`` are the fake tensors, by the user's names; they are registered as p0.., b0...
+    ``outside``: the model's own; ``hooks``: of its parameters."""
 
     def __init__(
         self,
@@ -37,10 +39,12 @@ class Step(nn.Module):
         buffers: Mapping[str, torch.Tensor],
         inputs: StepInputs,
         loss_fn: Callable[..., Any] | None,
-        outputs: tuple[str, ...] = (),
+        outputs: tuple[str, ...],
+        outside: Outside,
+        hooks: Mapping[str, Sequence[Hook]],
     ) -> None:
         super().__init__()
-        self.outputs = outputs
+        self.outputs, self.outside, self.hooks = outputs, outside, hooks
         self.unregistered = (model, loss_fn)  # a tuple, so that their parameters are not this module's too
         self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
         self.inputs = inputs
@@ -58,7 +62,11 @@ class Step(nn.Module):
         parameters = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state = {**parameters, **buffers}
-        with LayerByLayer(), ByDropout(), Respelled(tuple(state.values()), tensors):
+        respelled = Respelled(dict(state), tensors, self.outside)
+        for name, hooks in self.hooks.items():
+            for hook in hooks:
+                parameters[name].register_hook(_under(respelled, hook))
+        with LayerByLayer(), ByDropout(), respelled:
             output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
             for name, parameter in parameters.items():
                 if state[name] is not parameter:
@@ -89,6 +97,14 @@ class Step(nn.Module):
                 raise
 
         module.forward = followed
+
+
+def _under(mode: Respelled, hook: Hook) -> Hook:
+    def hooked(gradient: torch.Tensor) -> torch.Tensor | None:
+        with mode:
+            return hook(gradient)
+
+    return hooked
 
 
 def find_loss(output: Any, loss_fn: Callable[..., Any] | None, targets: tuple[Any, ...]) -> torch.Tensor:

@@ -1,0 +1,78 @@
+"""A model's parameters and buffers where they are reached from outside of it: by a loss function that closes over the
+model, such as one that adds the norm of its weights, and by hooks.
+
+What is traced is a copy of the model. Whoever holds the model itself would read the values that it has, built into the
+program as constants, without a gradient and for ever the same. So wherever PyTorch is called with one of the model's
+own tensors, the copy's takes its place; and where that cannot be seen, it is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hap.capture.state import ModelState
+from hap.capture.torch_private import is_alias
+from hap.errors import CaptureError
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A model's own tensors by ``id``, with their names. Nothing is kept alive by it."""
+
+    tensors: Mapping[int, tuple[weakref.ref[torch.Tensor], str]]
+
+    @classmethod
+    def of(cls, state: ModelState) -> Outside:
+        every = (*state.parameters.items(), *state.buffers.items())
+        return cls({id(tensor): (weakref.ref(tensor), name) for name, tensor in every})
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        known, name = self.tensors.get(id(tensor), (None, None))
+        return name if known is not None and known() is tensor else None
+
+    def inside(self, found: Any, state: Mapping[str, torch.Tensor]) -> Any:
+        """An argument with the model's own tensors replaced by those of ``state``."""
+        if isinstance(found, torch.Tensor):
+            name = self.name_of(found)
+            return found if name is None else state.get(name, found)
+        if type(found) in (tuple, list):
+            return type(found)(self.inside(item, state) for item in found)
+        if type(found) is dict:
+            return {key: self.inside(item, state) for key, item in found.items()}
+        return found
+
+    def check_constant(self, constant: torch.Tensor, changing: Collection[str]) -> None:
+        """CaptureError for what does not stay as it is: memory of those that are ``changing``, or what needs
+        gradients."""
+        if constant.device.type != "meta":
+            for known, name in self.tensors.values():
+                own = known()
+                if name in changing and own is not None and own.device == constant.device and is_alias(own, constant):
+                    raise CaptureError(
+                        f"{name} is read outside of the model's forward where the program cannot follow: "
+                        "read it from the model itself each time, not from what was taken of it before"
+                    )
+        if constant.requires_grad:
+            raise CaptureError(
+                f"a tensor of shape {tuple(constant.shape)} that needs gradients is no parameter of the model, and "
+                "would get none: make what it belongs to a part of the model"
+            )
+
+
+def hooks_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[Hook, ...]]:
+    """What ``register_hook`` was called with, by parameter. CaptureError for hooks that run when ``.grad`` is there."""
+    for name, parameter in parameters.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"{name} has a hook that runs once its gradient is accumulated: register it on the program's parameter"
+            )
+    hooks = {name: getattr(parameter, "_backward_hooks", None) for name, parameter in parameters.items()}
+    return {name: tuple(found.values()) for name, found in hooks.items() if found}

@@ -1,0 +1,129 @@
+"""Losses that close over the model, and hooks of its parameters: one device's gradients, or a refusal in words."""
+
+import random
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.zoo_models.reference import Outcome, kept, worst_error
+from hap.capture import capture
+from hap.errors import CaptureError
+from hap.rules.choices import choices
+from tests._support.plans import random_sizes, random_strategies, sizes_for
+from tests.zoo.layers import BATCH, WIDTH
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, case_of, drawn, run
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.norm = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def forward(self, x):
+        return self.frozen(self.outer(self.inner(x).tanh()))
+
+
+def net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def worst(model, loss_fn):
+    """The batch dealt unevenly, then any strategies, against the model itself, which nobody copied."""
+    x, t = drawn(BATCH, WIDTH), drawn(BATCH, WIDTH, seed=1)
+    case = case_of(model, x, loss_fn, t)
+    made, source = choices(captured(case)), random.Random(0)
+    plans = [(batch_strategies(made), sizes_for(made, (5, 2, 1), {BATCH: (5, 2, 1)}))]
+    plans += [(random_strategies(made, source), random_sizes(made, 3, source)) for _ in range(3)]
+    found = [run(case, made, *plan) for plan in plans]
+    loss = loss_fn(model(x), t)
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return max(worst_error(outcome, Outcome(loss.detach(), gradients, kept(model)))[0] for outcome in found)
+
+
+def weight_decay(model):
+    return lambda y, t: functional.mse_loss(y, t) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def norm_of_one(model):
+    return lambda y, t: functional.mse_loss(y, t) + model.inner.weight.norm()
+
+
+def all_of_them(model):
+    return lambda y, t: functional.mse_loss(y, t) + torch.cat([p.flatten() for p in model.parameters()]).abs().mean()
+
+
+def layers_again(model):
+    return lambda y, t: functional.mse_loss(model.outer(model.inner(y)), t * model.scale)
+
+
+def norms_again(model):
+    return lambda y, t: functional.mse_loss(model.norm(y), t)
+
+
+@pytest.mark.parametrize("of", [weight_decay, norm_of_one, all_of_them, layers_again, norms_again])
+def test_a_loss_may_close_over_the_model(of) -> None:
+    model = net()
+    assert worst(model, of(model)) < TOLERANCE
+
+
+MASK = torch.tensor([1.0, 0, 1, 1, 0, 1, 0, 1], dtype=torch.float64)[:, None]
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda p: lambda g: g.clamp(-1e-3, 1e-3),
+        lambda p: lambda g: g * MASK,
+        lambda p: lambda g: g + 0.1 * p,
+        lambda p: lambda g: g / g.norm(),
+        lambda p: lambda g: None,
+    ],
+)
+def test_hooks_of_parameters_are_part_of_the_step(hook) -> None:
+    model = net()
+    model.inner.weight.register_hook(hook(model.inner.weight))
+    model.inner.weight.register_hook(lambda g: g * 2)
+    assert worst(model, functional.mse_loss) < TOLERANCE
+
+
+def taken_before(model):
+    weight = model.inner.weight.data
+    return lambda y, t: functional.mse_loss(y, t) + weight.norm()
+
+
+def of_another(model):
+    head = nn.Linear(WIDTH, WIDTH).double()
+    return lambda y, t: functional.mse_loss(head(y), t)
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        (taken_before, "inner.weight is read outside of the model's forward where the program cannot follow"),
+        (of_another, "that needs gradients is no parameter of the model, and would get none"),
+    ],
+)
+def test_what_would_have_no_gradient_is_refused(of, said) -> None:
+    model, x = net(), drawn(BATCH, WIDTH)
+    with pytest.raises(CaptureError, match=re.escape(said)):
+        capture(model, x, loss_fn=of(model), example_targets=x)
+
+
+def test_a_hook_that_runs_when_the_gradient_is_there_is_refused() -> None:
+    model, x = net(), drawn(BATCH, WIDTH)
+    model.inner.bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(CaptureError, match=r"inner\.bias has a hook .* register it on the program's parameter"):
+        capture(model, x, loss_fn=functional.mse_loss, example_targets=x)
+
+
+def test_what_another_layer_holds_may_be_a_constant_if_it_is_frozen() -> None:
+    head, x = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False), drawn(BATCH, WIDTH)
+    assert worst(net(), lambda y, t: functional.mse_loss(head(y), t)) < TOLERANCE
+    assert len(capture(net(), x, loss_fn=lambda y: head(y).sum()).constants) == 2

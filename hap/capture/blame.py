@@ -16,6 +16,8 @@ _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
 _DEVICES = "Unhandled FakeTensor Device Propagation"  # what torch 2.11 says of it, in a RuntimeError
 _GENERATOR = "torch._C.Generator"  # of which torch 2.11 says that a graph has no such argument
+# what torch says of a tensor that is neither parameter, buffer nor input, and is changed or replaced
+_KEPT = ("Unexpected fake buffer", "entirely functional graph", "ATen/RegisterFunctionalization")
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
@@ -35,6 +37,11 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
     if isinstance(error, NotImplementedError) and _GENERATOR in str(error):
         return CaptureError(
             f"cannot capture {subject}: a draw with a generator of random numbers {where}: HAP has no place for it"
+        )
+    if any(said in str(error) for said in _KEPT):
+        return CaptureError(
+            f"cannot capture {subject}: a tensor that is kept from step to step changes {where}, and is no buffer of "
+            "the model: register it as one (what a loss function keeps, too: make it a part of the model)"
         )
     what = " ".join(str(error).split()) or "no message"
     return CaptureError(f"cannot capture {subject}: {type(error).__name__} {where}: {what[:300]}")

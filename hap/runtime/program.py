@@ -78,6 +78,7 @@ class HapProgram(nn.Module):
             self._shares[slot.name] = nn.Parameter(share, requires_grad=slot.trainable) if is_parameter else share
             register(self, slot.name, self._shares[slot.name])
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
+        self._frozen = tuple(s.name for s in self._tensors.slots if s.kind == "parameter" and not s.trainable)
         self._unsummed, self._sums = Unsummed(self._shares), True
         self._mark_shards()
         self._outputs: Mapping[str, torch.Tensor] = {}
@@ -139,8 +140,8 @@ class HapProgram(nn.Module):
         nothing is kept for a backward. Random numbers, dropout's masks among them, are drawn from ``random_seed``,
         alike on every rank, which rises by one at each step that draws (set it to resume a run). After ``eval()`` the
         step is the model's in evaluation, compiled at its first call; so is every shape of batch that ``shard_batch``
-        or ``batch_sampler`` met. ProgramError: a tensor that is not this rank's share, or parameters that were never
-        given values.
+        or ``batch_sampler`` met. ProgramError: a tensor that is not this rank's share, parameters that were never given
+        values, or one that was frozen at compilation and is no longer.
         """
         if self._uninitialised:
             raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): load_state_dict first")
@@ -155,6 +156,7 @@ class HapProgram(nn.Module):
         sources = {**variant.state, **given, **self._seeded(variant)}
         updates: dict[str, torch.Tensor] = {}
         if torch.is_grad_enabled():
+            self._check_frozen()
             shares = [self._shares[name] for name in self._trainable]
             backward = self._unsummed.together if self._sums else self._unsummed.apart
             loss: torch.Tensor = RunStep.apply(variant.step, sources, updates, self._trainable, backward, *shares)
@@ -167,6 +169,14 @@ class HapProgram(nn.Module):
             for target, value in kept.items():
                 self._shares[target].copy_(value)
         return loss
+
+    def _check_frozen(self) -> None:
+        for name in self._frozen:
+            if self._shares[name].requires_grad:
+                raise ProgramError(
+                    f"{name} was frozen when the program was compiled, which computes no gradient for it: unfreeze it "
+                    "in the model, plan and compile again, and load this program's checkpoint"
+                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

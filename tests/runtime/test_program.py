@@ -85,6 +85,21 @@ def test_gradients_are_autograds_and_frozen_or_unread_parameters_get_none() -> N
     assert "frozen.weight" not in gradients(program) and "unread" not in gradients(program)
 
 
+def test_what_was_frozen_at_compilation_is_not_unfrozen_later() -> None:
+    """It would get no gradient. What was trainable may be frozen."""
+    program = compiled(tower())
+    program.get_parameter("frozen.weight").requires_grad_(True)
+    with pytest.raises(ProgramError, match=r"frozen\.weight was frozen when the program was compiled"):
+        program(**batch())
+    program.get_parameter("frozen.weight").requires_grad_(False)
+    trained = dict(program.named_parameters())["plan.weight"].requires_grad_(False)
+    program(**batch()).backward()
+    assert trained.grad is None
+    with torch.no_grad():
+        program.get_parameter("frozen.weight").requires_grad_(True)
+        program(**batch())
+
+
 def test_a_scaled_loss_scales_gradients_and_two_backwards_accumulate() -> None:
     model, program = tower(), compiled(tower())
     for module in (model, program):

@@ -167,6 +167,29 @@ def test_what_would_be_lost_is_refused(forward, said) -> None:
         capture(Model().double(), drawn(BATCH, WIDTH), loss_fn=lambda y: y.sum())
 
 
+class Centred(nn.Module):
+    """A loss with a state of its own."""
+
+    def __init__(self, assigned):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH, dtype=torch.float64))
+        self.assigned = assigned
+
+    def forward(self, y):
+        loss = (y - self.center).square().mean()
+        if self.assigned:
+            self.center = self.center * 0.9 + y.detach().mean(0) * 0.1
+        else:
+            self.center.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return loss
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_what_a_loss_function_keeps_is_refused(assigned) -> None:
+    with pytest.raises(CaptureError, match="a tensor that is kept from step to step changes .* a part of the model"):
+        capture(nn.Linear(WIDTH, WIDTH).double(), drawn(BATCH, WIDTH), loss_fn=Centred(assigned))
+
+
 def test_a_number_that_nothing_reads_may_change() -> None:
     """A count of calls, and a cache that remembers for what size it was made."""
 

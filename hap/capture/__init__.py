@@ -120,7 +120,7 @@ def _trace(
     copied, loss = copy_with(model, replacements), frozen_loss(loss_fn)
 
     def traced() -> Graph:
-        step = Step(copied, parameters, buffers, inputs, loss, outputs, outside, hooks)
+        step = Step(copied, parameters, buffers, inputs, loss, outputs, outside.and_of(fake), hooks)
         try:
             with as_batched(), no_chance(name):
                 trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())

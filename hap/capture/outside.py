@@ -1,5 +1,5 @@
-"""A model's parameters and buffers where they are reached from outside of it: by a loss function that closes over the
-model, such as one that adds the norm of its weights, and by hooks.
+"""A model's parameters and buffers where they are not reached as attributes of its modules: by a loss function that
+closes over the model, such as one that adds the norm of its weights, by hooks, and from a list that a module keeps.
 
 What is traced is a copy of the model. Whoever holds the model itself would read the values that it has, built into the
 program as constants, without a gradient and for ever the same. So wherever PyTorch is called with one of the model's
@@ -31,8 +31,11 @@ class Outside:
 
     @classmethod
     def of(cls, state: ModelState) -> Outside:
-        every = (*state.parameters.items(), *state.buffers.items())
-        return cls({id(tensor): (weakref.ref(tensor), name) for name, tensor in every})
+        return cls({}).and_of({**state.parameters, **state.buffers})
+
+    def and_of(self, named: Mapping[str, torch.Tensor]) -> Outside:
+        """With those of the copy, which a module may keep in a list, or a dict, beside its attributes."""
+        return Outside({**self.tensors, **{id(tensor): (weakref.ref(tensor), name) for name, tensor in named.items()}})
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         known, name = self.tensors.get(id(tensor), (None, None))

@@ -186,7 +186,7 @@ class Centred(nn.Module):
 
 @pytest.mark.parametrize("assigned", [False, True])
 def test_what_a_loss_function_keeps_is_refused(assigned) -> None:
-    with pytest.raises(CaptureError, match="a tensor that is kept from step to step changes .* a part of the model"):
+    with pytest.raises(CaptureError, match=r"a tensor that is kept from step to step changes .* a part of the model"):
         capture(nn.Linear(WIDTH, WIDTH).double(), drawn(BATCH, WIDTH), loss_fn=Centred(assigned))
 
 

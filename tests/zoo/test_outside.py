@@ -73,6 +73,34 @@ def test_a_loss_may_close_over_the_model(of) -> None:
     assert worst(model, of(model)) < TOLERANCE
 
 
+class Keeping(nn.Module):
+    """A weight that is reached in another way than as an attribute of its module."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept = keep(self.second)
+
+    def forward(self, x):
+        kept = self.kept["weight"] if isinstance(self.kept, dict) else self.kept[0]
+        weight = kept() if callable(kept) else kept
+        return functional.linear(x, weight) + self.first(x)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda layer: [layer.weight],
+        lambda layer: {"weight": layer.weight},
+        lambda layer: (lambda: layer.weight,),
+    ],
+)
+def test_a_weight_may_be_kept_in_a_list_or_a_function(keep) -> None:
+    model = Keeping(keep).double()
+    assert worst(model, functional.mse_loss) < TOLERANCE
+    assert model.second.weight.grad is not None and model.second.bias.grad is None
+
+
 MASK = torch.tensor([1.0, 0, 1, 1, 0, 1, 0, 1], dtype=torch.float64)[:, None]
 
 

@@ -10,6 +10,7 @@
 - ``get_decompositions``: torch's decompositions, as Python functions.
 - ``_is_alias_of``: whether two tensors lie in one memory, while there is none.
 - ``Distribution._validate_args``: whether distributions check their arguments.
+- ``_clip_grads_with_norm_``: what clipping by a norm ends with, whoever imported it before.
 - ``CheckpointFunction.apply``: activation checkpointing whose backward pass calls the autograd engine by itself, which
   cannot be traced.
 """
@@ -17,8 +18,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,12 +43,14 @@ from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
+from torch.nn.utils import clip_grad
 from torch.utils.checkpoint import CheckpointFunction
 
 from hap.errors import CaptureError
 
 __all__ = [
     "Fakes", "JointTrace", "OpOverload", "Role", "get_decompositions", "is_alias", "is_fake", "trace_joint",
+    "watch_clipping",
 ]  # fmt: skip
 
 
@@ -95,6 +99,20 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they share memory, as a tensor and its view do."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
+def watch_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """From now on ``check`` sees the parameters before ``torch.nn.utils.clip_grad_norm_`` scales their gradients."""
+    scale = clip_grad._clip_grads_with_norm_
+
+    @functools.wraps(scale)
+    def watched(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check(given)
+        scale(given, *args, **kwargs)
+
+    for module, name in ((clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")):
+        setattr(module, name, watched)
 
 
 def trace_joint(

@@ -4,6 +4,9 @@
 that holds a shard would step without an error, and train another model than one device does. So before a step of any
 optimizer that was given shards of a program it is asked, once, whether it treats every element by itself: of torch's
 own that is known, of others it is tried out, on a small matrix and on its pieces. Muon may have what one rank owns.
+
+``torch.nn.utils.clip_grad_norm_`` would scale every rank's shards by a norm of that rank's own, and what all hold whole
+by as many different ones: it is refused for shards of a program, which has ``clip_grad_norm_`` of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hap.capture.torch_private import watch_clipping
 from hap.codegen.layout import Layout
 from hap.errors import ProgramError
 
@@ -54,6 +58,16 @@ def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout
             setattr(shares[name], _SHARD, _Shard(name, has_owner))
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_before_step))
+        watch_clipping(_before_clipping)
+
+
+def _before_clipping(parameters: Sequence[torch.Tensor]) -> None:
+    shard = next((shard for p in parameters if (shard := getattr(p, _SHARD, None))), None)
+    if shard is not None:
+        raise ProgramError(
+            f"torch.nn.utils.clip_grad_norm_ sees this rank's part of {shard.name} alone, and every rank would clip "
+            "by another norm: call program.clip_grad_norm_"
+        )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -10,15 +10,17 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import hap
 from hap.capture import capture
+from hap.codegen.layout import Layout
 from hap.cost_models.optimizers import KINDS
 from hap.errors import ProgramError
 from hap.mesh_plan import parse_plan
 from hap.placement import REPLICATE, Shard
 from hap.rules.choices import Choices, choices
-from hap.runtime.elementwise import ELEMENTWISE, is_elementwise
+from hap.runtime.elementwise import ELEMENTWISE, is_elementwise, mark_shards
 from hap.runtime.profile import make_optimizer
 from tests._support.plans import make_plan, random_sizes, random_strategies, replicated_plan
 from tests._support.ranks import RankError, run_ranks
@@ -352,3 +354,21 @@ def test_momentum_goes_on_from_the_owner_to_all_and_back(owned_first: bool, tmp_
     expected = run_ranks(ranks, begin, first, str(tmp_path))[0]
     for losses in run_ranks(others, go_on, second, str(tmp_path)):
         assert losses == pytest.approx(expected[1:], rel=TOLERANCE)
+
+
+def test_torchs_own_clipping_by_a_norm_is_refused_for_shards_however_it_was_imported() -> None:
+    cut, whole = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    mark_shards({"cut": cut, "whole": whole}, {"cut": Layout(0, 1, 1, (3, 2)), "whole": None})
+    for parameter in (cut, whole):
+        parameter.grad = torch.full_like(parameter, 10.0)
+    for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_):
+        with pytest.raises(ProgramError, match=r"this rank's part of cut alone.* program\.clip_grad_norm_"):
+            clip([whole, cut], 1.0)
+    with pytest.raises(ProgramError, match="this rank's part of cut alone"):
+        nn.utils.clip_grads_with_norm_(cut, 1.0, torch.tensor(10.0))
+    assert cut.grad is not None and cut.grad.tolist() == [10.0] * 3
+    nn.utils.clip_grad_value_([whole, cut], 2.0)
+    assert cut.grad.tolist() == [2.0] * 3
+    total = clip_grad_norm_(iter([whole]), 1.0)
+    assert whole.grad is not None and whole.grad.norm().item() == pytest.approx(1.0, rel=1e-4)
+    assert total.item() == pytest.approx(8**0.5)

@@ -11,6 +11,7 @@
 - ``_is_alias_of``: whether two tensors lie in one memory, while there is none.
 - ``Distribution._validate_args``: whether distributions check their arguments.
 - ``_clip_grads_with_norm_``: what clipping by a norm ends with, whoever imported it before.
+- ``GradScaler._unscale_grads_``: what every scaler's step begins with.
 - ``CheckpointFunction.apply``: activation checkpointing whose backward pass calls the autograd engine by itself, which
   cannot be traced.
 """
@@ -50,7 +51,7 @@ from hap.errors import CaptureError
 
 __all__ = [
     "Fakes", "JointTrace", "OpOverload", "Role", "get_decompositions", "is_alias", "is_fake", "trace_joint",
-    "watch_clipping",
+    "watch_clipping", "watch_scaling",
 ]  # fmt: skip
 
 
@@ -113,6 +114,18 @@ def watch_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
 
     for module, name in ((clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")):
         setattr(module, name, watched)
+
+
+def watch_scaling(check: Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None]) -> None:
+    """From now on ``check`` is called before a scaler looks at an optimizer's gradients."""
+    unscale = torch.amp.GradScaler._unscale_grads_
+
+    @functools.wraps(unscale)
+    def watched(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        check(self, optimizer)
+        return unscale(self, optimizer, *args, **kwargs)
+
+    torch.amp.GradScaler._unscale_grads_ = watched  # type: ignore[method-assign]
 
 
 def trace_joint(

@@ -6,7 +6,8 @@ optimizer that was given shards of a program it is asked, once, whether it treat
 own that is known, of others it is tried out, on a small matrix and on its pieces. Muon may have what one rank owns.
 
 ``torch.nn.utils.clip_grad_norm_`` would scale every rank's shards by a norm of that rank's own, and what all hold whole
-by as many different ones: it is refused for shards of a program, which has ``clip_grad_norm_`` of its own.
+by as many different ones: it is refused for shards of a program, which has ``clip_grad_norm_`` of its own. So is
+``torch.amp.GradScaler``, by which ranks would not skip the same steps.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hap.capture.torch_private import watch_clipping
+from hap.capture.torch_private import watch_clipping, watch_scaling
 from hap.codegen.layout import Layout
 from hap.errors import ProgramError
+from hap.runtime.scaler import GradScaler
 
 _OPTIM = torch.optim
 ELEMENTWISE = frozenset(
@@ -59,6 +61,16 @@ def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_before_step))
         watch_clipping(_before_clipping)
+        watch_scaling(_before_scaling)
+
+
+def _before_scaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    if not isinstance(scaler, GradScaler) and any(hasattr(p, _SHARD) for p in parameters):
+        raise ProgramError(
+            "torch.amp.GradScaler looks at this rank's gradients alone, and ranks would not skip the same steps: use "
+            "program.grad_scaler()"
+        )
 
 
 def _before_clipping(parameters: Sequence[torch.Tensor]) -> None:

@@ -372,3 +372,19 @@ def test_torchs_own_clipping_by_a_norm_is_refused_for_shards_however_it_was_impo
     total = clip_grad_norm_(iter([whole]), 1.0)
     assert whole.grad is not None and whole.grad.norm().item() == pytest.approx(1.0, rel=1e-4)
     assert total.item() == pytest.approx(8**0.5)
+
+
+def test_torchs_own_scaler_is_refused_for_shards() -> None:
+    """Of parameters that are whole all ranks see the same."""
+    cut, whole = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+    mark_shards({"cut": cut, "whole": whole}, {"cut": Layout(0, 1, 1, (3, 2)), "whole": None})
+    for parameters in ([cut, whole], [whole]):
+        scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(parameters, lr=0.1)
+        scaler.scale(sum((p.sum() for p in parameters), torch.zeros(()))).backward()
+        if len(parameters) > 1:
+            with pytest.raises(ProgramError, match=r"use program\.grad_scaler"):
+                scaler.step(optimizer)
+            whole.grad = None
+        else:
+            scaler.step(optimizer)
+            assert whole.detach().tolist() == pytest.approx([0.9, 0.9])

@@ -33,6 +33,12 @@ class StepInputs:
         doors = (("args", self.args), ("kwargs", _sorted(self.kwargs)), ("targets", self.targets))
         return tuple(found for door, tree in doors for found in _tensors(tree, door))
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Everything that is no tensor, by its path."""
+        doors = (("args", self.args), ("kwargs", self.kwargs), ("targets", self.targets))
+        return {path: item for door, tree in doors for path, item in _leaves(tree, door) if not _is_tensor(item)}
+
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> StepInputs:
         """The same call with its tensors replaced, in the order of ``named``."""
         by_path = {path: tensor for (path, _), tensor in zip(self.named, tensors, strict=True)}
@@ -88,18 +94,30 @@ def _sorted(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: mapping[key] for key in sorted(mapping)}
 
 
-def _tensors(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(tree, torch.Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, torch.Tensor)
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping):
         for key, item in tree.items():
-            yield from _tensors(item, f"{path}.{key}")
+            yield from _leaves(item, f"{path}.{key}")
     elif isinstance(tree, (tuple, list)):
         for position, item in enumerate(tree):
-            yield from _tensors(item, f"{path}.{position}")
-    elif not isinstance(tree, _CONSTANTS):
-        kind = type(tree).__name__
-        raise CaptureError(f"input {path} is a {kind}; HAP takes tensors, plain constants and tuples, lists or dicts")
+            yield from _leaves(item, f"{path}.{position}")
+    else:
+        yield path, tree
+
+
+def _tensors(tree: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for leaf, item in _leaves(tree, path):
+        if isinstance(item, torch.Tensor):
+            yield leaf, item
+        elif not isinstance(item, _CONSTANTS):
+            kind = type(item).__name__
+            raise CaptureError(
+                f"input {leaf} is a {kind}; HAP takes tensors, plain constants and tuples, lists or dicts"
+            )
 
 
 def _replace(tree: Any, path: str, by_path: Mapping[str, torch.Tensor]) -> Any:

@@ -57,6 +57,7 @@ class Signature:
         for path in given:
             if path not in self.feeds:
                 raise ProgramError(f"unexpected input {path}; the program takes {', '.join(self.feeds)}")
+        self._check_constants(call)
         found: dict[str, torch.Tensor] = {}
         for path, feed in self.feeds.items():
             if feed.name is None:
@@ -64,6 +65,8 @@ class Signature:
             if path not in given:
                 raise ProgramError(f"input {path} is missing; the program takes {', '.join(self.feeds)}")
             tensor, expected = given[path], feed.local_shape(rank)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ProgramError(f"input {path} requires grad, and a program has gradients of its own parameters only")
             if tuple(tensor.shape) != expected:
                 raise ProgramError(
                     f"input {path}: rank {rank}'s share of {feed.shape} is {expected}, got {tuple(tensor.shape)}; "
@@ -75,6 +78,20 @@ class Signature:
                 raise ProgramError(f"input {path} is on {tensor.device}, the program runs on {device}")
             found[feed.name] = tensor.contiguous()
         return found
+
+    def _check_constants(self, call: StepInputs) -> None:
+        """What is no tensor is part of the program: it may be left out, or None where the example did not have it."""
+        known = self.example.constants
+        for path, value in call.constants.items():
+            if path in self.feeds or (path not in known and value is None):
+                continue  # a tensor that is missing is named below
+            if path not in known:
+                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(self.feeds)}")
+            if known[path] != value and not (known[path] != known[path] and value != value):
+                raise ProgramError(
+                    f"{path} is {value!r}, and the program was compiled with {known[path]!r}: what changes from step "
+                    "to step must be a tensor"
+                )
 
     def shares(self, batch: Any, targets: Any, rank: int, device: torch.device) -> Any:
         """Rank's share of a global batch in the batch's own form; with targets, the pair of both."""

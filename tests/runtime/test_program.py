@@ -100,6 +100,38 @@ def test_what_was_frozen_at_compilation_is_not_unfrozen_later() -> None:
         program(**batch())
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scales: tuple[float, ...] = (1.0,), mask: Any = None) -> torch.Tensor:
+        return (self.linear(x) * scales[0]).square().mean()
+
+
+def test_what_is_no_tensor_is_as_it_was_compiled() -> None:
+    """It may be left out, and None where the example has nothing."""
+    torch.manual_seed(0)
+    model, x = Scaled(), torch.randn(5, 4)
+    inputs = {"x": x, "scales": (2.0, float("nan"))}
+    graph = capture(model, inputs)
+    plan = replicated_plan(graph)
+    program = HapProgram(lower(graph, plan), plan, Communicator(), model, inputs)
+    expected = model(x, (2.0,))
+    for given in ({}, {"scales": (2.0, float("nan"))}, {"mask": None}):
+        torch.testing.assert_close(program(x=x, **given).detach(), expected.detach())
+    for given, said in (
+        ({"scales": (3.0, float("nan"))}, r"kwargs\.scales\.0 is 3\.0, and the program was compiled with 2\.0"),
+        ({"scales": (2.0, float("nan"), 1.0)}, r"unexpected input kwargs\.scales\.2"),
+        ({"mask": True}, r"unexpected input kwargs\.mask"),
+        ({"x": x.clone().requires_grad_()}, r"kwargs\.x requires grad"),
+    ):
+        with pytest.raises(ProgramError, match=said):
+            program(**{"x": x, **given})
+    with torch.no_grad():
+        program(x=x.clone().requires_grad_())
+
+
 def test_a_scaled_loss_scales_gradients_and_two_backwards_accumulate() -> None:
     model, program = tower(), compiled(tower())
     for module in (model, program):

@@ -66,7 +66,7 @@ class Signature:
                 raise ProgramError(f"input {path} is missing; the program takes {', '.join(self.feeds)}")
             tensor, expected = given[path], feed.local_shape(rank)
             if tensor.requires_grad and torch.is_grad_enabled():
-                raise ProgramError(f"input {path} requires grad; a program has gradients of its parameters only: detach it")
+                raise ProgramError(f"input {path} requires grad; programs have gradients of parameters only: detach it")
             if tuple(tensor.shape) != expected:
                 raise ProgramError(
                     f"input {path}: rank {rank}'s share of {feed.shape} is {expected}, got {tuple(tensor.shape)}; "

@@ -30,7 +30,7 @@ class Recompiler:
         outputs: Sequence[str] = (),
     ) -> None:
         self._training, self._model = model.training, skeleton(model)
-        self._outside = Outside.of(model_state(model))
+        self._outside = Outside.of(model, model_state(model))
         self._loss_fn, self._graph, self._plan = loss_fn, graph, plan
         self._outputs = outputs
         self._autocast = Autocast.here()

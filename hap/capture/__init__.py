@@ -111,7 +111,7 @@ def _trace(
 ) -> Graph:
     """The graph as traced, before it is cleaned."""
     state = model_state(model)
-    outside, hooks = outside or Outside.of(state), hooks_of(state.parameters)
+    outside, hooks = outside or Outside.of(model, state), hooks_of(state.parameters)
     fakes = Fakes()
     parameters = {n: fakes.parameter(p) for n, p in state.parameters.items()}
     buffers = {n: fakes.tensor(b) for n, b in state.buffers.items()}

@@ -3,13 +3,15 @@ closes over the model, such as one that adds the norm of its weights, by hooks, 
 
 What is traced is a copy of the model. Whoever holds the model itself would read the values that it has, built into the
 program as constants, without a gradient and for ever the same. So wherever PyTorch is called with one of the model's
-own tensors, the copy's takes its place; and where that cannot be seen, it is refused.
+own tensors, the copy's takes its place; and where that cannot be seen, it is refused. What the copy's forward leaves in
+attributes, such as a term of the loss, the model has while its loss function is called.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +22,25 @@ from hap.capture.state import ModelState
 from hap.capture.torch_private import is_alias
 from hap.errors import CaptureError
 
+_INTERNAL = frozenset(vars(nn.Module()))
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Outside:
-    """A model's own tensors by ``id``, with their names. Nothing is kept alive by it."""
+    """A model, and its own tensors by ``id``, with their names. Nothing is kept alive by it."""
 
+    model: weakref.ref[nn.Module]
     tensors: Mapping[int, tuple[weakref.ref[torch.Tensor], str]]
 
     @classmethod
-    def of(cls, state: ModelState) -> Outside:
-        return cls({}).and_of({**state.parameters, **state.buffers})
+    def of(cls, model: nn.Module, state: ModelState) -> Outside:
+        return cls(weakref.ref(model), {}).and_of({**state.parameters, **state.buffers})
 
     def and_of(self, named: Mapping[str, torch.Tensor]) -> Outside:
         """With those of the copy, which a module may keep in a list, or a dict, beside its attributes."""
-        return Outside({**self.tensors, **{id(tensor): (weakref.ref(tensor), name) for name, tensor in named.items()}})
+        more = {id(tensor): (weakref.ref(tensor), name) for name, tensor in named.items()}
+        return Outside(self.model, {**self.tensors, **more})
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         known, name = self.tensors.get(id(tensor), (None, None))
@@ -51,6 +56,23 @@ class Outside:
         if type(found) is dict:
             return {key: self.inside(item, state) for key, item in found.items()}
         return found
+
+    @contextmanager
+    def lent(self, copied: nn.Module) -> Iterator[None]:
+        """While active, the model's modules have the tensors, numbers and containers that those of its copy have."""
+        model, before = self.model(), list[tuple[dict[str, Any], dict[str, Any]]]()
+        own = {} if model is None else dict(model.named_modules())
+        try:
+            for name, module in copied.named_modules():
+                if name in own:
+                    attributes = vars(own[name])
+                    before.append((attributes, dict(attributes)))
+                    attributes.update({k: v for k, v in vars(module).items() if k not in _INTERNAL and _is_lent(v)})
+            yield
+        finally:
+            for attributes, kept in before:
+                attributes.clear()
+                attributes.update(kept)
 
     def check_constant(self, constant: torch.Tensor, changing: Collection[str]) -> None:
         """CaptureError for what does not stay as it is: memory of those that are ``changing``, or what needs
@@ -68,6 +90,10 @@ class Outside:
                 f"a tensor of shape {tuple(constant.shape)} that needs gradients is no parameter of the model, and "
                 "would get none: make what it belongs to a part of the model"
             )
+
+
+def _is_lent(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, int, float, list, tuple, dict))
 
 
 def hooks_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[Hook, ...]]:

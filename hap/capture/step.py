@@ -77,7 +77,8 @@ class Step(nn.Module):
             for name, buffer in buffers.items():
                 _write_back(name, buffer, state[name])
             found = [find_output(output, name).detach().clone() for name in self.outputs]
-            return find_loss(output, loss_fn, call.targets), *found
+            with self.outside.lent(model):
+                return find_loss(output, loss_fn, call.targets), *found
 
     def failed_module(self, error: Exception) -> str:
         """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""

@@ -73,6 +73,33 @@ def test_a_loss_may_close_over_the_model(of) -> None:
     assert worst(model, of(model)) < TOLERANCE
 
 
+class Leaving(nn.Module):
+    """Terms of the loss are left in attributes of a layer, as mixtures of experts do it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
+        self.inner.term, self.terms = 0.0, []
+
+    def forward(self, x):
+        y = self.inner(x)
+        self.inner.term = y.square().mean()
+        self.terms = [y.mean(), y.std()]
+        return self.outer(y)
+
+
+def test_what_the_forward_leaves_in_attributes_is_there_for_the_loss() -> None:
+    """In the captured model afterwards there is what was there before."""
+    model, x = Leaving().double(), drawn(BATCH, WIDTH)
+
+    def loss_fn(y, t):
+        return functional.mse_loss(y, t) + model.inner.term + sum(model.terms)
+
+    capture(model, x, loss_fn=loss_fn, example_targets=x)
+    assert (model.inner.term, model.terms) == (0.0, [])
+    assert worst(model, loss_fn) < TOLERANCE
+
+
 class Keeping(nn.Module):
     """A weight that is reached in another way than as an attribute of its module."""
 

@@ -35,6 +35,7 @@ from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, in_form
 from hap.runtime.elementwise import mark_shards
+from hap.runtime.forgotten import note_compiled
 from hap.runtime.record import Recorder
 from hap.runtime.scaler import GradScaler
 from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, register, whole_tensor
@@ -81,6 +82,7 @@ class HapProgram(nn.Module):
         self._frozen = tuple(s.name for s in self._tensors.slots if s.kind == "parameter" and not s.trainable)
         self._unsummed, self._sums = Unsummed(self._shares), True
         self._mark_shards()
+        note_compiled(model)
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._autocast = Autocast.here().dtype
         self.random_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)

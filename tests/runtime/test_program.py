@@ -100,6 +100,21 @@ def test_what_was_frozen_at_compilation_is_not_unfrozen_later() -> None:
         program(**batch())
 
 
+def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
+    """It would update nothing. Who trains the model itself, beside a program of it, may do so."""
+    model = tower()
+    optimizer, closed = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    optimizer.step()
+    program = compiled(model)
+    program(**batch()).backward()
+    with pytest.raises(ProgramError, match=r"none of which has a gradient: make it of program\.parameters"):
+        optimizer.step()
+    torch.optim.SGD(program.parameters(), lr=0.1).step()
+    closed.step(lambda: model(**batch()).backward())
+    optimizer.step()
+    torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

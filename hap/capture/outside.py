@@ -50,7 +50,7 @@ class Outside:
         """An argument with the model's own tensors replaced by those of ``state``."""
         if isinstance(found, torch.Tensor):
             name = self.name_of(found)
-            return found if name is None else state.get(name, found)
+            return found if name is None else state[name]
         if type(found) in (tuple, list):
             return type(found)(self.inside(item, state) for item in found)
         if type(found) is dict:

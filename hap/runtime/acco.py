@@ -99,15 +99,19 @@ class Acco:
         return loss.detach()
 
     def finish(self) -> None:
-        """Wait for what is under way. The program has the parameters of the last whole step, and the buffers of the
-        last batch; a half that waits for its second is dropped, and so are batches of one that is not complete.
+        """Wait for what is under way. The program has the parameters of the last whole step, and the buffers and frozen
+        parameters of the last batch; a half that waits for its second is dropped, and so are batches of one that is not complete.
         Collective."""
         self._install()
         self._copy.zero_grad()
         self._first, self._computed = None, 0
         with torch.no_grad():
-            for copied, share in zip(self._copy.parameters(), self._program.parameters(), strict=True):
-                copied.copy_(share)
+            for name, share in self._program.named_parameters():
+                copied = self._copies[name]
+                if name in self._shares:
+                    copied.copy_(share)
+                else:  # the forward pass may have changed it
+                    share.copy_(copied)
             for buffer, used in zip(self._program.buffers(), self._copy.buffers(), strict=True):
                 buffer.copy_(used)
 

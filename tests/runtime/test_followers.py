@@ -78,3 +78,22 @@ def apart(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 def test_what_follows_is_as_on_one_device_after_every_step(name: str, tmp_path: Path) -> None:
     errors = run_ranks(3, train, name, plan(name), str(tmp_path / "saved"))
     assert max(errors) < TOLERANCE, errors
+
+
+def train_by_acco(rank: int, made: Plan) -> tuple[float, float]:
+    """How far the codes are from the averages that they are made of, and how far they have come."""
+    program = hap.compile(built("codebook"), plan=made, example_inputs=batch(0), loss_fn=loss_of)
+    before = program.state_dict()["codes.weight"].clone()
+    trained = [p for p in program.parameters() if p.requires_grad]
+    acco = hap.Acco(program, torch.optim.SGD(trained, lr=0.1), batches=2)
+    for step in range(4):
+        acco.step(program.shard_batch(batch(step)))
+    acco.finish()
+    state = program.state_dict()
+    codes = {"codes": state["codes.weight"]}
+    return apart(codes, {"codes": state["total"] / state["count"][:, None]}), apart(codes, {"codes": before})
+
+
+def test_acco_leaves_what_the_last_batch_made_of_them() -> None:
+    for error, moved in run_ranks(3, train_by_acco, plan("codebook")):
+        assert error < TOLERANCE < moved

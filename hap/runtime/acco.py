@@ -100,8 +100,8 @@ class Acco:
 
     def finish(self) -> None:
         """Wait for what is under way. The program has the parameters of the last whole step, and the buffers and frozen
-        parameters of the last batch; a half that waits for its second is dropped, and so are batches of one that is not complete.
-        Collective."""
+        parameters of the last batch; a half that waits for its second is dropped, and so are batches of one that is
+        not complete. Collective."""
         self._install()
         self._copy.zero_grad()
         self._first, self._computed = None, 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from hap.codegen.program import DECOMPOSITIONS
 from hap.conversion import find_needs
+from hap.errors import PlanError
 from hap.graph import Graph, Node
 from hap.order import repeats
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
@@ -66,6 +67,11 @@ class _Carrier:
         before = self.placed.get(node.target, REPLICATE)
         if not isinstance(before, Shard):
             return REPLICATE
+        if node.op == "buffer":
+            raise PlanError(
+                f"this call changes {node.target} in its forward pass, and ranks hold shares of it, as the call that "
+                "was planned for leaves it as it is: plan for one that changes it"
+            )
         shares = self.plan.groups[before.group].sizes
         stored = [s.outputs[0] for s in self.found.strategies[node.name] if isinstance(s.outputs[0], Shard)]
         if node.op == "input":

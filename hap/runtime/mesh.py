@@ -56,7 +56,7 @@ class HostSampler(ShareSampler):
 
 def _refuse(example: StepInputs, training: bool) -> NoReturn:
     raise ProgramError(
-        "a plan of two axes runs the shape of batch and the mode (training or not) that it was planned for; "
+        "a plan of two axes runs the shape of batch, the mode (training or not) and the flags that it was planned for; "
         "plan on one axis for more"
     )
 

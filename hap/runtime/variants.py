@@ -1,13 +1,14 @@
-"""The programs that stand behind one ``HapProgram``: one for each shape of batch, in training and in evaluation.
+"""The programs that stand behind one ``HapProgram``: one for each form and shape of call, in training and evaluation.
 
 They share the parameters' and buffers' shares, so that all of them lie alike, and nothing else. Which one a step runs
-follows from the mode and from the shapes of what it is called with. A rank sees its own share only, which may have the
-same shape under two of them (a rank without a share always does): where that can be, the ranks agree by one small sum.
+follows from the mode, from what is no tensor (``hap.runtime.forms``), and from the shapes of what it is called with. A
+rank sees its own share only, which may have the same shape under two of them (a rank without a share always does):
+where that can be, the ranks agree by one small sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +22,12 @@ from hap.codegen.program import Program
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator
 from hap.runtime.data import Signature
+from hap.runtime.forms import Form, check_new, filled, form_of, is_another, is_as
 from hap.runtime.step import Step
 
 Rebuild = Callable[[StepInputs, bool], Program]  # an example (on ``meta``), in training or not; collective
-Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+Shapes = tuple[tuple[int, ...], ...]
+Key = tuple[Form, Shapes]
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,44 @@ class Variants:
         rebuild: Rebuild | None,
     ) -> None:
         self.first, self._shares, self._comm, self._rebuild = first, shares, comm, rebuild
-        self._examples = {shapes_of(first.signature.example): first.signature.example}
-        self._built = {(shapes_of(first.signature.example), training): first}
-        self._doubtful: dict[tuple[int, bool], bool] = {}
+        self._usual = first.signature.example
+        self._examples = {key_of(self._usual): self._usual}
+        self._built = {(key_of(self._usual), training): first}
+        self._doubtful: dict[tuple[tuple[Key, ...], bool], bool] = {}
 
     def choose(self, call: StepInputs, training: bool) -> Variant:
-        """The one that ``call``, this rank's share, is for; the first shape's if none is. Collective."""
-        known = [self._get(shapes, training) for shapes in self._examples]
-        if len(known) == 1:
-            return known[0]
-        fits = [int(_fits(v.signature, call, self._comm.rank)) for v in known]
-        if self._are_doubtful(known, training):
+        """The one that ``call``, this rank's share, is for; if none is, one that says what is wrong with it. What is
+        new is compiled for: a form, or a form in a shape that another one has had. Collective."""
+        own = [key for key, example in self._examples.items() if is_as(call, example, self._usual)]
+        if self._rebuild is None or not is_another(call, self._usual):
+            return self._get(self._fitting(call, own or [key_of(self._usual)], training), training)
+        if not own:
+            check_new(call, self._usual, self._examples.values())
+        paths = [path for path, _ in call.named]
+        shapes: dict[Shapes, Key] = {}
+        for key in (*own, *self._examples):
+            known = dict(self._examples[key].named)
+            if known.keys() >= set(paths):
+                shapes.setdefault(tuple(tuple(known[path].shape) for path in paths), key)
+        if not shapes:
+            raise ProgramError("this call has tensors where no other had: hand it to shard_batch first, whole")
+        key = self._fitting(call, list(shapes.values()), training)
+        if key not in own:
+            whole = dict(self._examples[key].named)
+            example = filled(call.rebuild([whole[path] for path in paths]), self._usual)
+            self.for_example(example, training)
+            key = key_of(example)
+        return self._get(key, training)
+
+    def _fitting(self, call: StepInputs, keys: Sequence[Key], training: bool) -> Key:
+        """Of these the one whose batch ``call`` is this rank's share of, or the first if none is. Collective."""
+        if len(keys) == 1:
+            return keys[0]
+        known = [self._any(key, training).signature for key in keys]
+        fits = [int(_fits(signature, call, self._comm.rank)) for signature in known]
+        if self._are_doubtful(tuple(keys), training):
             fits = self._agreed(fits)
-        return known[fits.index(1)] if 1 in fits else known[0]
+        return keys[fits.index(1) if 1 in fits else 0]
 
     def learn(self, others: Variants) -> None:
         """What others of the same program, with parameters and buffers of their own, have needed."""
@@ -92,15 +120,18 @@ class Variants:
 
         ProgramError if the inputs are not those that were compiled, or other than in their sizes.
         """
-        given = step_inputs(batch, targets)
+        given = without_data(step_inputs(batch, targets))
         metas = dict(given.named)
-        for example in self._examples.values():
-            if all(
-                path in dict(example.named) and dict(example.named)[path].shape == t.shape for path, t in metas.items()
-            ):
-                return self._get(shapes_of(example), training).signature
-        self._check(metas)
-        return self.for_example(without_data(given), training)
+        alike = [example for example in self._examples.values() if is_as(given, example, self._usual)]
+        for example in alike:
+            known = dict(example.named)
+            if all(path in known and known[path].shape == t.shape for path, t in metas.items()):
+                return self._get(key_of(example), training).signature
+        if alike or not is_another(given, self._usual):
+            _check(metas, dict((alike or [self._usual])[0].named))
+        else:
+            check_new(given, self._usual, self._examples.values())
+        return self.for_example(filled(given, self._usual), training)
 
     def for_size(self, size: int, training: bool) -> Signature:
         """How to deal a global batch of ``size`` samples that is otherwise like the first. Collective if it is new."""
@@ -111,60 +142,49 @@ class Variants:
 
     def for_example(self, example: StepInputs, training: bool) -> Signature:
         """The signature for an example on ``meta``, compiled if it is new."""
-        shapes = shapes_of(example)
-        if shapes not in self._examples:
+        key = key_of(example)
+        if key not in self._examples:
             self._need_rebuild("this shape of batch")
-            self._examples[shapes] = example
+            self._examples[key] = example
             try:
-                self._get(shapes, training)
+                self._get(key, training)
             except Exception:
-                del self._examples[shapes]
+                del self._examples[key]
                 raise
-        return self._get(shapes, training).signature
+        return self._get(key, training).signature
 
     def nothing(self, training: bool) -> StepInputs:
         """The share of a rank that holds none of some batch; of the first one's form if it always holds some."""
-        rank = self._comm.rank
-        known = [self._get(shapes, training).signature for shapes in self._examples]
+        rank, form = self._comm.rank, form_of(self._usual)
+        known = [self._get(key, training).signature for key in self._examples if key[0] == form]
         empty = [s for s in known if (layout := s.batch[1]) is not None and layout.sizes[rank] == 0]
         return (empty or known)[0].nothing(rank)
 
-    def _get(self, shapes: Shapes, training: bool) -> Variant:
-        if (shapes, training) not in self._built:
+    def _any(self, key: Key, training: bool) -> Variant:
+        """In the mode that there is, rather in this one: batches are dealt alike in both."""
+        return self._built.get((key, training)) or self._built[key, not training]
+
+    def _get(self, key: Key, training: bool) -> Variant:
+        if (key, training) not in self._built:
             self._need_rebuild("training" if training else "evaluation")
             assert self._rebuild is not None
-            example = self._examples[shapes]
+            example = self._examples[key]
             program = self._rebuild(example, training)
-            self._built[shapes, training] = Variant.of(program, example, self._shares, self._comm)
-        return self._built[shapes, training]
+            self._built[key, training] = Variant.of(program, example, self._shares, self._comm)
+        return self._built[key, training]
 
     def _need_rebuild(self, what: str) -> None:
         if self._rebuild is None:
             raise ProgramError(f"not compiled for {what}, and made without its model: use hap.compile")
 
-    def _check(self, given: Mapping[str, torch.Tensor]) -> None:
-        """A new shape must name every input, each with the dtype and number of dims it was compiled with."""
-        expected = dict(self.first.signature.example.named)
-        for path in given:
-            if path not in expected:
-                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(expected)}")
-        for path, like in expected.items():
-            if path not in given:
-                raise ProgramError(f"input {path} is missing: a batch of a new shape must be given whole")
-            if given[path].dim() != like.dim() or given[path].dtype != like.dtype:
-                raise ProgramError(
-                    f"input {path}: the program takes {like.dtype} of {like.dim()} dims, "
-                    f"got {given[path].dtype} of {given[path].dim()}"
-                )
-
-    def _are_doubtful(self, known: list[Variant], training: bool) -> bool:
+    def _are_doubtful(self, keys: tuple[Key, ...], training: bool) -> bool:
         """Whether on any rank two of them take shares of the same shape. Alike on every rank."""
-        key = (len(known), training)
-        if key not in self._doubtful:
+        if (keys, training) not in self._doubtful:
+            known = [self._any(key, training).signature for key in keys]
             ranks = range(self._comm.world_size)
-            seen = [[v.signature.local_shapes(rank) for v in known] for rank in ranks]
-            self._doubtful[key] = any(len(set(shapes)) < len(shapes) for shapes in seen)
-        return self._doubtful[key]
+            seen = [[signature.local_shapes(rank) for signature in known] for rank in ranks]
+            self._doubtful[keys, training] = any(len(set(shapes)) < len(shapes) for shapes in seen)
+        return self._doubtful[keys, training]
 
     def _agreed(self, fits: list[int]) -> list[int]:
         """1 where all ranks say so."""
@@ -175,14 +195,29 @@ class Variants:
         return [int(v == self._comm.world_size) for v in votes.tolist()]
 
 
-def shapes_of(call: StepInputs) -> Shapes:
-    """What tells one shape of batch from another."""
-    return tuple((path, tuple(tensor.shape)) for path, tensor in call.named)
+def key_of(call: StepInputs) -> Key:
+    """What tells one call from another."""
+    return form_of(call), tuple(tuple(tensor.shape) for _, tensor in call.named)
+
+
+def _check(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """A new shape must name every input, each with the dtype and number of dims it was compiled with."""
+    for path in given:
+        if path not in expected:
+            raise ProgramError(f"unexpected input {path}; the program takes {', '.join(expected)}")
+    for path, like in expected.items():
+        if path not in given:
+            raise ProgramError(f"input {path} is missing: a batch of a new shape must be given whole")
+        if given[path].dim() != like.dim() or given[path].dtype != like.dtype:
+            raise ProgramError(
+                f"input {path}: the program takes {like.dtype} of {like.dim()} dims, "
+                f"got {given[path].dtype} of {given[path].dim()}"
+            )
 
 
 def _fits(signature: Signature, call: StepInputs, rank: int) -> bool:
-    given = {path: tuple(tensor.shape) for path, tensor in call.named}
-    return all(given.get(path) == shape for path, shape in signature.local_shapes(rank))
+    shapes = dict(signature.local_shapes(rank))
+    return all(shapes.get(path, tuple(tensor.shape)) == tuple(tensor.shape) for path, tensor in call.named)
 
 
 def without_data(call: StepInputs) -> StepInputs:

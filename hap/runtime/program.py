@@ -142,8 +142,9 @@ class HapProgram(nn.Module):
         nothing is kept for a backward. Random numbers, dropout's masks among them, are drawn from ``random_seed``,
         alike on every rank, which rises by one at each step that draws (set it to resume a run). After ``eval()`` the
         step is the model's in evaluation, compiled at its first call; so is every shape of batch that ``shard_batch``
-        or ``batch_sampler`` met, and every call with other flags, numbers, strings or None (of all ranks alike). ProgramError: a tensor that is not this rank's share, parameters that were never given
-        values, or one that was frozen at compilation and is no longer.
+        or ``batch_sampler`` met, and every call with other flags, numbers, strings or None (of all ranks alike).
+        ProgramError: a tensor that is not this rank's share, parameters that were never given values, or one that was
+        frozen at compilation and is no longer.
         """
         if self._uninitialised:
             raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): load_state_dict first")

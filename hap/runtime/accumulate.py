@@ -112,7 +112,10 @@ class Unsummed:
         self._failed = False
         _waiting.discard(self)
 
-    def _see(self, target: str, _: torch.Tensor) -> None:
+    def _see(self, target: str, share: torch.Tensor) -> None:
+        """Also called where a backward pass has no gradient of it."""
+        if share.grad is None:
+            return
         where, version = self._remember(target)
         if self._zeros.get(target) == (where, -1):
             self._zeros[target] = where, version

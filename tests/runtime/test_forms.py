@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -154,6 +155,53 @@ def vary(rank: int, made: Plan) -> float:
 
 def test_flags_numbers_and_none_may_change_from_call_to_call() -> None:
     errors = run_ranks(3, vary, plan(Book, X))
+    assert max(errors) < TOLERANCE, errors
+
+
+class Tasks(nn.Module):
+    """One trunk, a head for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.LayerNorm(12))
+        self.heads = nn.ModuleDict({"class": nn.Linear(12, 3), "value": nn.Linear(12, 1)})
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, task: str, aside: bool = False) -> torch.Tensor:
+        trunk = self.trunk(x)
+        out = self.heads[task](trunk)
+        loss = F.cross_entropy(out, y) if task == "class" else (out.squeeze(1) - y).square().mean()
+        return loss + 0.1 * trunk.square().mean() if aside else loss
+
+
+def task(step: int, name: str, size: int) -> Batch:
+    classes = torch.randint(0, 3, (size,), generator=torch.Generator().manual_seed(step))
+    y = classes if name == "class" else numbers(60 + step, size)
+    return {"x": numbers(40 + step, size, WIDTH), "y": y, "task": name}
+
+
+def add_up(rank: int, made: Plan) -> float:
+    """A step has batches of both tasks, whose gradients are added up: what each rank has, and then over the ranks."""
+    model, worst = built(Tasks), 0.0
+    program = hap.compile(built(Tasks), plan=made, example_inputs=task(0, "class", BATCH) | {"aside": False})
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (program, model))
+    batches = [("class", 8, {}), ("value", 8, {}), ("value", 3, {"aside": True}), ("class", 2, {"aside": True})]
+    for step in range(3):
+        for number, (name, size, flags) in enumerate(batches[: len(batches) - step]):
+            batch = task(7 * step + number, name, size) | flags
+            is_last = number == len(batches) - step - 1
+            with contextlib.nullcontext() if is_last else program.no_sync():
+                program(**program.shard_batch(batch)).backward()
+            model(**batch).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        worst = max(worst, apart(program.full_gradients(), expected))
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return max(worst, apart(program.state_dict(), model.state_dict()))
+
+
+def test_gradients_of_several_tasks_are_added_up() -> None:
+    errors = run_ranks(3, add_up, plan(Tasks, task(0, "class", BATCH) | {"aside": False}))
     assert max(errors) < TOLERANCE, errors
 
 

@@ -36,9 +36,10 @@ from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, in_form
 from hap.runtime.elementwise import mark_shards
 from hap.runtime.forgotten import note_compiled
+from hap.runtime.parts import build_parts, hold, set_mode
 from hap.runtime.record import Recorder
 from hap.runtime.scaler import GradScaler
-from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, register, whole_tensor
+from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, whole_tensor
 from hap.runtime.step import RunStep
 from hap.runtime.variants import Rebuild, Variant, Variants, split_outputs, without_data
 
@@ -73,11 +74,14 @@ class HapProgram(nn.Module):
         self._tensors = model_tensors(model, program)
         shares, self._uninitialised = initial_shares(model, self._tensors, comm)
         self._shares: dict[str, torch.Tensor] = {}
+        build_parts(self, model)
         for slot in self._tensors.slots:
             share = shares[slot.name]
             is_parameter = slot.kind == "parameter"
             self._shares[slot.name] = nn.Parameter(share, requires_grad=slot.trainable) if is_parameter else share
-            register(self, slot.name, self._shares[slot.name])
+            hold(self, slot.name, self._shares[slot.name])
+        for further, known in self._tensors.tied.items():
+            hold(self, further, self._shares[known])
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
         self._frozen = tuple(s.name for s in self._tensors.slots if s.kind == "parameter" and not s.trainable)
         self._unsummed, self._sums = Unsummed(self._shares), True
@@ -146,6 +150,9 @@ class HapProgram(nn.Module):
         ProgramError: a tensor that is not this rank's share, parameters that were never given values, or one that was
         frozen at compilation and is no longer.
         """
+        if torch.is_inference_mode_enabled():  # a thread that moves what is sent is in no mode, and may not write there
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(*args, targets=targets, **kwargs)
         if self._uninitialised:
             raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): load_state_dict first")
         if (active := Autocast.here().dtype) not in (None, self._autocast):
@@ -361,6 +368,17 @@ class HapProgram(nn.Module):
     def python_source(self) -> str:
         """The program of all ranks as one Python file that runs under torchrun."""
         return to_python(self._program, self._plan)
+
+    def train(self, mode: bool = True) -> HapProgram:
+        """The model's step in training, or in evaluation, from the next call on."""
+        set_mode(self, mode)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        tables = (self.__dict__.get(t, {}) for t in ("_parameters", "_buffers", "_modules"))
+        if "_variants" in self.__dict__ and (isinstance(value, nn.Module) or any(name in table for table in tables)):
+            raise ProgramError(f"{name} cannot be put into a compiled program: change the model, and compile it again")
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise ProgramError("a compiled program cannot be moved or cast; compile it with device= and the model's dtype")

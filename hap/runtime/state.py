@@ -142,25 +142,6 @@ def copy_share(slot: Slot, share: torch.Tensor, whole: torch.Tensor, rank: int) 
         share.copy_(slot.take(whole.detach(), rank))
 
 
-def register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Hang ``tensor`` under ``root`` at its dotted name, with plain containers on the way.
-
-    Written into the module's own tables, since the user's names may be those of our attributes.
-    """
-    *path, last = name.split(".")
-    module = root
-    for part in path:
-        if part not in module._modules:
-            module._modules[part] = nn.Module()
-        child = module._modules[part]
-        assert child is not None
-        module = child
-    if isinstance(tensor, nn.Parameter):
-        module._parameters[last] = tensor
-    else:
-        module._buffers[last] = tensor
-
-
 def names_of(slots: Sequence[Slot], kind: str) -> tuple[str, ...]:
     """Names of the slots of one kind."""
     return tuple(slot.name for slot in slots if slot.kind == kind)

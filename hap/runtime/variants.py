@@ -169,8 +169,9 @@ class Variants:
             self._need_rebuild("training" if training else "evaluation")
             assert self._rebuild is not None
             example = self._examples[key]
-            program = self._rebuild(example, training)
-            self._built[key, training] = Variant.of(program, example, self._shares, self._comm)
+            with torch.inference_mode(False):  # what is made here goes into training steps, too
+                program = self._rebuild(example, training)
+                self._built[key, training] = Variant.of(program, example, self._shares, self._comm)
         return self._built[key, training]
 
     def _need_rebuild(self, what: str) -> None:

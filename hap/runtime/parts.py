@@ -1,0 +1,151 @@
+"""The modules of a compiled program: where the model's modules were, so that parameters have their names.
+
+They are of the model's classes for whoever asks by ``isinstance``, such as to leave the weights of norms out of weight
+decay, and hold this rank's shares. They compute nothing: the whole step does. So what would have changed it on one
+device (a mode, a hook, another layer in the place of one), or would have been a whole tensor there, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from hap.errors import ProgramError
+
+
+class Part(nn.Module):
+    """See the module docstring. ``path``: its name in the model; ``like``: its class there."""
+
+    _path: str
+    _like: type[nn.Module]
+
+    def __init__(self, path: str, like: type[nn.Module]) -> None:
+        super().__init__()
+        self.__dict__.update(_path=path, _like=like, _is_made=True)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[nn.Module]:  # type: ignore[override]
+        like: type[nn.Module] = self.__dict__.get("_like", Part)
+        return like
+
+    def _refuse(self, what: str, instead: str) -> NoReturn:
+        raise ProgramError(f"{what} of {self._path}, which is a part of a compiled program: {instead}")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            said = f"{self._path} is a part of a compiled program: its parameters and buffers, and no {name!r}"
+            raise AttributeError(said) from None
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("a call", "its steps run whole; what it returns can be asked for as an output of the model")
+
+    def train(self, mode: bool = True) -> Part:
+        if mode != self.training:
+            self._refuse(
+                "the mode",
+                f"{'train' if mode else 'eval'}() goes for the whole program; a model in which some "
+                "modules are in evaluation is compiled as it is",
+            )
+        return self
+
+    def apply(self, fn: Any) -> NoReturn:
+        self._refuse("apply()", "do that to the model before it is compiled")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        self._refuse("moving or casting", "compile the model with device= and its dtype")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("state_dict()", "the program's own has whole tensors under the model's names")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse(
+            "load_state_dict()",
+            "the program's own takes whole tensors under the model's names, with strict=False some of them",
+        )
+
+    def _no_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("a hook", "hooks of modules are part of the step if the model has them when it is compiled")
+
+    register_forward_hook = register_forward_pre_hook = _no_hook
+    register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hook
+
+    def _no_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("a change", "the step was compiled without it; change the model, and compile it again")
+
+    register_parameter = register_buffer = register_module = add_module = __delattr__ = _no_change
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_is_made" in self.__dict__:
+            self._no_change()
+        super().__setattr__(name, value)
+
+
+class Several(Part):
+    """Of a list, a sequence or a dict of modules: its parts, as the model has them."""
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules if issubclass(self._like, nn.ModuleDict) else self._modules.values())
+
+    def __getitem__(self, which: Any) -> Any:
+        if issubclass(self._like, nn.ModuleDict):
+            return self._modules[which]
+        return list(self._modules.values())[which]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._modules
+
+    def keys(self) -> Iterable[str]:
+        return self._modules.keys()
+
+    def values(self) -> Iterable[Any]:
+        return self._modules.values()
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return self._modules.items()
+
+
+def build_parts(root: nn.Module, model: nn.Module) -> None:
+    """Hang a part under ``root`` for every module of ``model``: one where one module has two names."""
+    parts: dict[int, nn.Module] = {id(model): root}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if path:
+            if id(module) not in parts:
+                several = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+                parts[id(module)] = (Several if several else Part)(path, type(module))
+            parent, _, name = path.rpartition(".")
+            part_at(root, parent)._modules[name] = parts[id(module)]
+
+
+def hold(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Hang ``tensor`` under ``root`` at its dotted name. Written into the modules' own tables, since the user's names
+    may be those of our attributes."""
+    path, _, last = name.rpartition(".")
+    part = part_at(root, path)
+    if isinstance(tensor, nn.Parameter):
+        part._parameters[last] = tensor
+    else:
+        part._buffers[last] = tensor
+
+
+def part_at(root: nn.Module, path: str) -> nn.Module:
+    """By the tables alone: a name may be that of an attribute."""
+    found = root
+    for name in path.split(".") if path else ():
+        child = found._modules[name]
+        assert child is not None
+        found = child
+    return found
+
+
+def set_mode(root: nn.Module, mode: bool) -> None:
+    """Of ``root`` and all of its parts."""
+    for module in root.modules():
+        module.__dict__["training"] = mode

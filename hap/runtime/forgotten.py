@@ -1,11 +1,13 @@
-"""An optimizer that was made of the model's parameters, before it was compiled, would update nothing without a word.
+"""What is done to the model that was compiled, and not to its program, would be lost without a word.
 
 A program has parameters of its own, this rank's shares. So before an optimizer's step it is asked whether all that it
-has are parameters of models that were compiled, and none of them has a gradient.
+has are parameters of models that were compiled, and none of them has a gradient; and before a program's first step
+whether its model's parameters were written to since then, as by ``model.load_state_dict``.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from typing import Any
 
@@ -17,6 +19,32 @@ from hap.errors import ProgramError
 
 _compiled: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
 _hooked: list[Any] = []
+
+
+class Written:
+    """Whether somebody has written to a model's parameters and buffers since this was made. Holds none of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._seen = [
+            (name, weakref.ref(tensor), tensor._version) for name, tensor in named if not tensor.is_inference()
+        ]
+
+    def forget(self) -> None:
+        """The program has been given values since."""
+        self._seen = []
+
+    def warn(self) -> None:
+        """Once, if so."""
+        seen = self._seen
+        self.forget()
+        changed = [name for name, known, version in seen if (t := known()) is not None and t._version != version]
+        if changed:
+            warnings.warn(
+                f"{changed[0]} of the model was written to after it was compiled and before its program's first step, "
+                "which goes by the program's own: give it to program.load_state_dict()",
+                stacklevel=5,  # of torch's own are two
+            )
 
 
 def note_compiled(model: nn.Module) -> None:

@@ -35,7 +35,7 @@ from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import ShareSampler, in_form
 from hap.runtime.elementwise import mark_shards
-from hap.runtime.forgotten import note_compiled
+from hap.runtime.forgotten import Written, note_compiled
 from hap.runtime.parts import build_parts, hold, set_mode
 from hap.runtime.record import Recorder
 from hap.runtime.scaler import GradScaler
@@ -87,6 +87,7 @@ class HapProgram(nn.Module):
         self._unsummed, self._sums = Unsummed(self._shares), True
         self._mark_shards()
         note_compiled(model)
+        self._written = Written(model)
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._autocast = Autocast.here().dtype
         self.random_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
@@ -98,7 +99,10 @@ class HapProgram(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> HapProgram:
         """A program with parameters and buffers of its own, such as ``torch.optim.swa_utils.AveragedModel`` makes; what
         was compiled is the same. Local."""
-        memo |= {id(same): same for same in (self._plan, self._program, self._passes, self._tensors, self._unsummed)}
+        memo |= {
+            id(same): same
+            for same in (self._plan, self._program, self._passes, self._tensors, self._unsummed, self._written)
+        }
         copied: HapProgram = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -160,6 +164,7 @@ class HapProgram(nn.Module):
                 f"torch.autocast to {active} is active, and the program was compiled "
                 f"{'without it' if self._autocast is None else f'for {self._autocast}'}: call hap.compile inside of it"
             )
+        self._written.warn()
         call = self._call(args, targets, kwargs)
         variant = self._variants.choose(call, self.training)
         given = variant.signature.read(call, self._comm.rank, self._comm.device)
@@ -301,6 +306,7 @@ class HapProgram(nn.Module):
         """
         if assign:
             raise ProgramError("assign=True is not possible: a program's parameters are shares of what is loaded")
+        self._written.forget()
         missing, unexpected = check_keys(self._tensors, state_dict)
         if strict and (missing or unexpected):
             raise ProgramError(f"state dict does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
@@ -336,6 +342,7 @@ class HapProgram(nn.Module):
         """
         rest = checkpoint.load(directory, self._held(), optimizers, self._everyone)
         self.random_seed, self._uninitialised = rest["random_seed"], ()
+        self._written.forget()
         return rest["extra"]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -113,6 +114,25 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
     closed.step(lambda: model(**batch()).backward())
     optimizer.step()
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
+
+
+def test_what_is_loaded_into_the_model_after_its_compilation_is_warned_of() -> None:
+    """Once; not where the program has had it all, nor when the model is written to later on."""
+    model, other = tower(), tower()
+    program, loaded, trained = (compiled(model) for _ in range(3))
+    trained(**batch())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    model.load_state_dict(other.state_dict())
+    with pytest.warns(UserWarning, match=r"of the model was written to after .* give it to program\.load_state_dict"):
+        program(**batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        program(**batch())
+        trained(**batch())
+        loaded.load_state_dict(model.state_dict())
+        loaded(**batch())
 
 
 class Scaled(nn.Module):

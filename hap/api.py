@@ -6,7 +6,6 @@ runs something else. An error on one rank is raised on all of them, in the same 
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
@@ -14,7 +13,6 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
-import hap.errors
 from hap.batching import best_batches
 from hap.capture import capture
 from hap.capture.inputs import StepInputs, step_inputs
@@ -22,14 +20,21 @@ from hap.capture.narrow import as_planned
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.codegen.passes.recompute import recompute_calls
-from hap.codegen.passes.runner import Outcome, print_program, run_passes
+from hap.codegen.passes.runner import Outcome, run_passes
 from hap.codegen.program import Program
 from hap.codegen.source import to_python
 from hap.cost_models.profile import CalibratedCluster, Profile
 from hap.cost_models.timeline import Timeline
-from hap.errors import ClusterError, HapError, PlanError, ProgramError
+from hap.errors import ClusterError, PlanError
 from hap.graph import Graph
-from hap.mesh import check_mesh_plan, explained_mesh, host_program, host_source, mesh_program, play_mesh
+from hap.mesh import (
+    check_mesh_plan,
+    explained_mesh,
+    host_program,
+    host_source,
+    mesh_program,
+    play_mesh,
+)
 from hap.mesh_plan import MeshPlan, load_plan, parse_plan
 from hap.plan import Plan
 from hap.recompile import Recompiler
@@ -39,6 +44,7 @@ from hap.rules.whole import find_forced
 from hap.run_record import VARIABLE as RECORD_VARIABLE
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
+from hap.runtime.variants import Built
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.judge import default_passes, played
 from hap.search.limits import Method
@@ -47,6 +53,7 @@ from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
 from hap.search.subsets import without
 from hap.starting import left_out, refusal
+from hap.together import OTHER, agree, agree_on_program, together
 from hap.whatif import explained
 
 T = TypeVar("T")
@@ -171,7 +178,7 @@ def compile(
     comm = join(None if spec is None else spec.backend, device)
     if spec is not None and plan is None:
         spec.check_world_size(comm.world_size)
-    graph = _together(
+    graph = together(
         comm,
         lambda: capture(
             model,
@@ -182,8 +189,8 @@ def compile(
             reduce_dtype=reduce_dtype,
         ),
     )
-    _agree(comm, "the model", graph.fingerprint)
-    _agree(comm, "the plan", plan.checksum if isinstance(plan, (Plan, MeshPlan)) else None)
+    agree(comm, "the model", graph.fingerprint)
+    agree(comm, "the plan", plan.checksum if isinstance(plan, (Plan, MeshPlan)) else None)
 
     def decide() -> str:
         if comm.rank != 0:
@@ -194,28 +201,30 @@ def compile(
         batches = gradient_accumulation_steps
         return _decide(graph, spec, optimizer, pins, effort, budget_s, batches=batches).to_json()
 
-    decided = parse_plan(comm.from_rank_zero(_together(comm, decide)), "the plan of rank 0")
-    _agree(comm, "the plan", decided.checksum)
+    decided = parse_plan(comm.from_rank_zero(together(comm, decide)), "the plan of rank 0")
+    agree(comm, "the plan", decided.checksum)
     graph = as_planned(graph, decided.provenance)
     if isinstance(decided, MeshPlan):
         check_mesh_plan(decided, graph, spec, comm.world_size)
-        outcome, sites = _together(comm, lambda: host_program(graph, decided, comm.rank, passes_off))
-        return _recorded(mesh_program(graph, decided, outcome, sites, comm, model, example_inputs, example_targets))
+        outcome, sites = together(comm, lambda: host_program(graph, decided, comm.rank, passes_off))
+        again = Recompiler(model, loss_fn, graph, decided, outputs)
+        given = (model, example_inputs, example_targets)
+        return _recorded(mesh_program(graph, decided, outcome, sites, comm, *given, again, passes_off))
     if left_out(decided) and comm.world_size != decided.world_size:
         raise PlanError(refusal(decided, comm.world_size))
     spec = None if spec is None else planned_part(decided, spec)
     if spec is not None:
         spec.check_world_size(comm.world_size)
     _check_plan(decided, graph, spec, comm.world_size)
-    outcome = _together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
+    outcome = together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
     program = outcome.program
-    _agree(comm, "the program", hashlib.sha256(print_program(program).encode()).hexdigest())
+    agree_on_program(comm, "the program", program)
     again = Recompiler(model, loss_fn, graph, decided, outputs)
 
-    def rebuild(example: StepInputs, training: bool) -> Program:
-        found = _together(comm, lambda: _rewritten(again.program(example, training), spec, passes_off).program)
-        _agree(comm, "the program for another batch or mode", hashlib.sha256(print_program(found).encode()).hexdigest())
-        return found
+    def rebuild(example: StepInputs, training: bool) -> Built:
+        found = together(comm, lambda: _rewritten(again.program(example, training), spec, passes_off).program)
+        agree_on_program(comm, OTHER, found)
+        return Built(found, comm)
 
     made = HapProgram(program, decided, comm, model, example_inputs, example_targets, rebuild, outcome.changes)
     return _recorded(made)
@@ -373,35 +382,3 @@ def _recorded(program: HapProgram) -> HapProgram:
     if folder := os.environ.pop(RECORD_VARIABLE, ""):
         program.record(folder).close_at_exit()
     return program
-
-
-def _agree(comm: Communicator, what: str, fingerprint: str | None) -> None:
-    """PlanError on every rank, naming one whose fingerprint is not the first's. None agrees with all. Collective."""
-    found = [(rank, mine) for rank, mine in enumerate(comm.gather_objects(fingerprint)) if mine is not None]
-    for rank, mine in found:
-        first, expected = found[0]
-        if mine != expected:
-            raise PlanError(
-                f"{what} of rank {rank} differs from rank {first}'s ({mine[:12]}, not {expected[:12]}): "
-                "every rank must build the same model with the same example inputs and plan"
-            )
-
-
-def _together(comm: Communicator, work: Callable[[], T]) -> T:
-    """``work()`` on every rank; if it fails on any, the first failure is raised on all. Collective."""
-    result: T | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as e:
-        error = e
-    told = None if error is None else (type(error).__name__, isinstance(error, HapError), str(error))
-    failures = [(rank, *found) for rank, found in enumerate(comm.gather_objects(told)) if found is not None]
-    if error is not None and failures[0][0] == comm.rank:
-        raise error
-    if failures:
-        rank, name, ours, message = failures[0]
-        if ours:
-            raise getattr(hap.errors, name)(message)
-        raise ProgramError(f"rank {rank} failed: {name}: {' '.join(message.split())}")
-    return result  # type: ignore[return-value]

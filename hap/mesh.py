@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from hap.capture.inputs import step_inputs
+from hap.capture.inputs import StepInputs, step_inputs
+from hap.carry import carry_over
 from hap.cluster import ClusterSpec
 from hap.codegen.layout import Layout
 from hap.codegen.lowering import lower
@@ -21,18 +23,24 @@ from hap.cost_models.together import play_together
 from hap.errors import PlanError
 from hap.graph import Graph
 from hap.hosts_sum import HOSTS_SUM, SITE
-from hap.mesh_plan import MeshPlan
-from hap.placement import Shard
+from hap.mesh_plan import BATCH, MeshPlan
+from hap.placement import Shard, Sizes
 from hap.plan import Plan, Strategy
+from hap.recompile import Recompiler
 from hap.report.words import listed
-from hap.rules.host_graph import host_graph, summed
+from hap.rules.choices import choices
+from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.runtime.collectives import Communicator
+from hap.runtime.data import Signature
 from hap.runtime.hosts import HostCommunicator
 from hap.runtime.mesh import MeshProgram, dealt_to_hosts
 from hap.runtime.ragged import Site
+from hap.runtime.variants import Built
 from hap.search.judge import default_passes, played_events
-from hap.search.mesh import host_cluster
+from hap.search.mesh import host_cluster, of_batch
+from hap.search.rounding import round_shares
 from hap.search.subsets import without
+from hap.together import OTHER, agree_on_program, together
 from hap.whatif import explained
 
 
@@ -70,9 +78,13 @@ def program_of(graph: Graph, plan: MeshPlan, host: int, passes_off: Sequence[str
 
     Hosts must make their sums in one order, whatever each one's user reads when: so the loss is never late.
     """
-    program = lower(graph_of(graph, plan, host), plan.inside_of(host))
-    outcome = run_passes(program, default_passes(program, None), off=passes_off)
+    outcome = _rewritten(graph_of(graph, plan, host), plan.inside_of(host), passes_off)
     return replace(outcome, stages=(*outcome.stages[:-1], replace(outcome.program, loss_may_be_late=False)))
+
+
+def _rewritten(graph: Graph, inside: Plan, off: Sequence[str]) -> Outcome:
+    program = lower(graph, inside)
+    return run_passes(program, default_passes(program, None), off=off)
 
 
 def sites_of(graph: Graph, plan: MeshPlan, host: int) -> tuple[Site, ...]:
@@ -147,12 +159,76 @@ def mesh_program(
     model: torch.nn.Module,
     example_inputs: Any,
     example_targets: Any,
+    again: Recompiler,
+    passes_off: Sequence[str],
 ) -> MeshProgram:
     """This rank's program as a module. Collective. ProgramError if hosts would make their sums in different orders."""
-    order, late = sums_in_order(outcome.program)
+    later = _later(outcome.program, world)
+    comm = HostCommunicator(world.group, [h.ranks for h in plan.hosts], sites, world.device, later=later)
+    example = step_inputs(example_inputs, example_targets)
+    dealt = dealt_to_hosts(graph, strategies_between(plan), plan.sizes, example)
+
+    def rebuild(example: StepInputs, training: bool) -> Built:
+        def carried() -> Carried:
+            return carry_mesh(plan, graph, again.graph(example, training), example, comm.host, passes_off)
+
+        found = together(world, carried)
+        agree_on_program(comm, OTHER, found.program)
+        return join_hosts(found, comm)
+
+    given = (model, example_inputs, example_targets)
+    return MeshProgram(outcome.program, plan, comm, *given, dealt, rebuild, outcome.changes)
+
+
+def _later(program: Program, world: Communicator) -> list[int]:
+    """The sums that on no host anything waits for before the step ends. Collective."""
+    order, late = sums_in_order(program)
     world.agree("the order of the sums over hosts", order)
     everywhere = frozenset.intersection(*map(frozenset, world.gather_objects(late)))
-    later = [site for site in late if site in everywhere]
-    comm = HostCommunicator(world.group, [h.ranks for h in plan.hosts], sites, world.device, later=later)
-    dealt = dealt_to_hosts(graph, strategies_between(plan), plan, step_inputs(example_inputs, example_targets))
-    return MeshProgram(outcome.program, plan, comm, model, example_inputs, example_targets, dealt, outcome.changes)
+    return [site for site in late if site in everywhere]
+
+
+# ---- another batch or mode ----
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A host's program for another graph of the model. ``sums``: shape and layout of what is summed over hosts."""
+
+    program: Program
+    dealt: Signature
+    sums: tuple[tuple[tuple[int, ...], Layout | None], ...]
+
+
+def carry_mesh(plan: MeshPlan, old: Graph, new: Graph, example: StepInputs, host: int, off: Sequence[str]) -> Carried:
+    """The plan of ``old`` followed for ``new``, the step of ``example``: the batch is dealt out to hosts in the plan's
+    proportions, and inside of each everything lies as it does. PlanError for fewer samples than hosts, and for what
+    ``deal_batch`` refuses."""
+    possible = choices(new)
+    between = {name: of_batch(strategy) for name, strategy in deal_batch(possible).items()}
+    sizes = {BATCH: _parts(plan.batch.sizes, batch_group(possible).n)}
+    part = host_graph(new, between, sizes, host, plan.hosts[host].ranks)
+    inside = carry_over(plan.inside_of(host), graph_of(old, plan, host), part)
+    program = replace(_rewritten(part, inside, off).program, loss_may_be_late=False)
+    placements = [(n.meta.shape, inside.strategy(n.name).inputs[0]) for n in summed(part)]
+    sums = tuple((s, Layout.of(p, inside.sizes) if isinstance(p, Shard) else None) for s, p in placements)
+    return Carried(program, dealt_to_hosts(new, between, sizes, example), sums)
+
+
+def join_hosts(carried: Carried, comm: HostCommunicator) -> Built:
+    """The programs of all hosts find each other. Collective, of all ranks of the job."""
+    world, firsts = comm.everyone, list(accumulate(comm.hosts[:-1], initial=0))
+    everyones = world.gather_objects([layout for _, layout in carried.sums])
+    sites = [
+        Site(shape, tuple(everyones[first][number] for first in firsts))
+        for number, (shape, _) in enumerate(carried.sums)
+    ]
+    return Built(carried.program, comm.on(sites, _later(carried.program, world)), carried.dealt, comm.host)
+
+
+def _parts(shares: Sizes, n: int) -> Sizes:
+    """One sample for each host at least."""
+    if n < len(shares):
+        raise PlanError(f"a batch of {n} for {len(shares)} hosts: each has to have a part of it; plan on one axis")
+    beyond = [max(0.0, n * share / sum(shares) - 1) for share in shares]  # the one that each has
+    return tuple(1 + more for more in round_shares(beyond if any(beyond) else shares, n - len(shares)))

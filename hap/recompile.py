@@ -15,6 +15,7 @@ from hap.carry import carry_over
 from hap.codegen.lowering import lower
 from hap.codegen.program import Program
 from hap.graph import Graph
+from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 
 
@@ -26,17 +27,23 @@ class Recompiler:
         model: torch.nn.Module,
         loss_fn: Callable[..., Any] | None,
         graph: Graph,
-        plan: Plan,
+        plan: Plan | MeshPlan,
         outputs: Sequence[str] = (),
     ) -> None:
         self._training, self._model = model.training, skeleton(model)
         self._outside = Outside.of(model, model_state(model))
-        self._loss_fn, self._graph, self._plan = loss_fn, graph, plan
+        self._loss_fn, self.first, self._plan = loss_fn, graph, plan
         self._outputs = outputs
         self._autocast = Autocast.here()
 
     def program(self, example: StepInputs, training: bool) -> Program:
-        """The program for an example on ``meta``, in training or in evaluation. CaptureError, MissingRuleError.
+        """The program for an example on ``meta``, in training or in evaluation. CaptureError, MissingRuleError."""
+        assert isinstance(self._plan, Plan), "of a plan of one axis"
+        graph = self.graph(example, training)
+        return lower(graph, carry_over(self._plan, self.first, graph))
+
+    def graph(self, example: StepInputs, training: bool) -> Graph:
+        """The step's graph.
 
         The mode that was compiled is that of every module of the model; the other one is all of them turned.
         """
@@ -47,8 +54,7 @@ class Recompiler:
                 example,
                 loss_fn=self._loss_fn,
                 outputs=self._outputs,
-                name=self._graph.name,
+                name=self.first.name,
                 outside=self._outside,
             )
-        graph = narrowed(graph, self._graph.reduce_dtype)
-        return lower(graph, carry_over(self._plan, self._graph, graph))
+        return narrowed(graph, self.first.reduce_dtype)

@@ -183,7 +183,7 @@ class _Mesh:
     @cached_property
     def strategies(self) -> dict[str, Strategy]:
         """Between the hosts."""
-        return {name: _of_batch(strategy) for name, strategy in deal_batch(self.possible).items()}
+        return {name: of_batch(strategy) for name, strategy in deal_batch(self.possible).items()}
 
     def _deal(self, rates: Sequence[float]) -> _Dealt:
         """The batch in proportion to ``rates``; a host in which its part does not fit gets less."""
@@ -262,7 +262,7 @@ class _Mesh:
         return found
 
 
-def _of_batch(strategy: Strategy) -> Strategy:
+def of_batch(strategy: Strategy) -> Strategy:
     """The strategy with all that it shards in the group ``BATCH``."""
     inputs, outputs = ([_named(p) for p in side] for side in (strategy.inputs, strategy.outputs))
     return Strategy(tuple(p for p in inputs if p is not None), tuple(outputs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,10 @@ class Signature:
                     "to step must be a tensor"
                 )
 
+    def part(self, rank: int) -> StepInputs:
+        """Rank's share of the example, on ``meta``."""
+        return self.example.rebuild([t.new_empty(self.feeds[p].local_shape(rank)) for p, t in self.example.named])
+
     def shares(self, batch: Any, targets: Any, rank: int, device: torch.device) -> Any:
         """Rank's share of a global batch in the batch's own form; with targets, the pair of both."""
         whole = step_inputs(batch, targets)
@@ -158,14 +162,16 @@ class ShareSampler(Sampler[list[int]]):
         self,
         length: int,
         batch_size: int,
-        layout: Layout | None,
-        rank: int,
+        layouts: Sequence[Layout | None],
+        place: Sequence[int],
         *,
         shuffle: bool,
         seed: int,
-        last: tuple[int, Layout | None] | None = None,
+        last: tuple[int, Layout | None, Layout | None] | None = None,
     ) -> None:
-        self.length, self.batch_size, self.layout, self.rank = length, batch_size, layout, rank
+        """``layouts``: how hosts have a batch, and this host's ranks what it has; ``place``: the number of this host,
+        and of this rank on it."""
+        self.length, self.batch_size, self.layouts, self.place = length, batch_size, layouts, place
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.last = last
 
@@ -182,10 +188,13 @@ class ShareSampler(Sampler[list[int]]):
             order = torch.arange(self.length)
         for batch in order.split(self.batch_size):
             if len(batch) == self.batch_size:
-                yield self._mine(batch, self.layout)
+                yield self._mine(batch, self.layouts)
             elif self.last is not None:
-                yield self._mine(batch, self.last[1])
+                yield self._mine(batch, self.last[1:])
 
-    def _mine(self, batch: torch.Tensor, layout: Layout | None) -> list[int]:
-        mine: list[int] = (batch if layout is None else layout.take(batch, self.rank)).tolist()
+    def _mine(self, batch: torch.Tensor, layouts: Sequence[Layout | None]) -> list[int]:
+        for layout, number in zip(layouts, self.place, strict=True):
+            if layout is not None:
+                batch = layout.take(batch, number)
+        mine: list[int] = batch.tolist()
         return mine

@@ -7,6 +7,7 @@ gradients of parameters, which lie inside of each host as its own plan has them:
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -75,6 +76,16 @@ class HostCommunicator(Communicator):
         self._bundle: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # site, piece, result
         self._tickets: list[Ticket] = []
         self._failure: BaseException | None = None  # of a bundle
+
+    def on(self, sites: Sequence[Site], later: Sequence[int]) -> HostCommunicator:
+        """The same end of the same groups, for another program's sums over hosts. Local."""
+        for site in sites:
+            site.verify(self.hosts)
+        other = copy.copy(self)
+        other.sites, other.later, other._late = tuple(sites), tuple(later), frozenset(later)
+        other._bundle_bytes, other._exchanges = None, {}
+        other._given, other._bundle, other._tickets = 0, [], []
+        return other
 
     def broadcast(self, whole: torch.Tensor) -> torch.Tensor:
         """As ``Communicator.broadcast``, from the world's rank 0 to all of the world."""

@@ -33,7 +33,7 @@ from hap.runtime import checkpoint
 from hap.runtime.accumulate import Unsummed
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
-from hap.runtime.data import ShareSampler, in_form
+from hap.runtime.data import ShareSampler, Signature, in_form
 from hap.runtime.elementwise import mark_shards
 from hap.runtime.forgotten import Written, note_compiled
 from hap.runtime.parts import build_parts, hold, set_mode
@@ -41,7 +41,7 @@ from hap.runtime.record import Recorder
 from hap.runtime.scaler import GradScaler
 from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, whole_tensor
 from hap.runtime.step import RunStep
-from hap.runtime.variants import Rebuild, Variant, Variants, split_outputs, without_data
+from hap.runtime.variants import Built, Rebuild, Variant, Variants, split_outputs, without_data
 
 _SEEDS = 2**62  # seeds are int64 tensors
 
@@ -59,9 +59,12 @@ class HapProgram(nn.Module):
         example_targets: Any = None,
         rebuild: Rebuild | None = None,
         passes: Sequence[Change] = (),
+        dealt: Signature | None = None,
+        host: int = 0,
     ) -> None:
         """``rebuild`` makes the program of another shape of batch or mode, its parameters lying as in this one;
-        ``passes``: what ``program`` went through.
+        ``passes``: what ``program`` went through. ``dealt``: how hosts have the batch, if it is the program of number
+        ``host`` of them.
 
         ProgramError unless the communicator has the plan's number of ranks.
         """
@@ -92,8 +95,8 @@ class HapProgram(nn.Module):
         self._autocast = Autocast.here().dtype
         self.random_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
         example = without_data(step_inputs(example_inputs, example_targets))
-        first = Variant.of(program, example, self._shares, comm)
-        self._variants = Variants(first, model.training, self._shares, comm, rebuild)
+        first = Variant.of(Built(program, comm, dealt, host), example, self._shares)
+        self._variants = Variants(first, example, model.training, self._shares, self._everyone, rebuild)
         self.train(model.training)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HapProgram:
@@ -139,7 +142,7 @@ class HapProgram(nn.Module):
 
     def set_pace(self, pace: Pace | None) -> None:
         """Have ``pace`` told of every use of the wire: how a rank plays a slower device (``hap.runtime.emulate``)."""
-        self._comm.pace = pace
+        self._variants.set_pace(pace)
 
     def forward(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of the global batch, the same on every rank, from this rank's share of it. Collective.
@@ -240,8 +243,7 @@ class HapProgram(nn.Module):
         ``targets`` the result is the pair of both. A batch of another size (a last, smaller one) or of other lengths is
         compiled for when it is first met, its parameters lying as they do; that is collective and takes seconds.
         """
-        signature = self._variants.for_batch(batch, targets, self.training)
-        return signature.shares(batch, targets, self._comm.rank, self._comm.device)
+        return self._variants.for_batch(batch, targets, self.training).shares(batch, targets)
 
     def batch_sampler(
         self, dataset_len: int, shuffle: bool = True, seed: int = 0, drop_last: bool = True
@@ -250,11 +252,12 @@ class HapProgram(nn.Module):
 
         With ``drop_last=False`` the last batch may be smaller: its program is compiled here, which is collective.
         """
-        size, layout = self._variants.first.signature.batch
+        size, *layouts = self._variants.first.batch
         last, rest = None, dataset_len % size
         if rest and not drop_last:
             last = self._variants.for_size(rest, self.training).batch
-        return ShareSampler(dataset_len, size, layout, self._comm.rank, shuffle=shuffle, seed=seed, last=last)
+        place = self._variants.first.built.host, self._comm.rank
+        return ShareSampler(dataset_len, size, layouts, place, shuffle=shuffle, seed=seed, last=last)
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """``default_collate``, and for a rank that holds none of the batch its empty share: for ``collate_fn=``.

@@ -18,36 +18,69 @@ import torch.distributed as dist
 from hap.capture.convert import OUTPUT
 from hap.capture.inputs import StepInputs, step_inputs
 from hap.capture.seed import SEED
+from hap.codegen.layout import Layout
 from hap.codegen.program import Program
 from hap.errors import ProgramError
-from hap.runtime.collectives import Communicator
+from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import Signature
 from hap.runtime.forms import Form, check_new, filled, form_of, is_another, is_as
 from hap.runtime.step import Step
 
-Rebuild = Callable[[StepInputs, bool], Program]  # an example (on ``meta``), in training or not; collective
 Shapes = tuple[tuple[int, ...], ...]
 Key = tuple[Form, Shapes]
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One program on this rank. ``state``: parameters, buffers and constants by the names it has for them."""
+class Built:
+    """A program and who talks for it. ``dealt``: of a mesh of two axes, how its batch is cut for the hosts, of which
+    this rank is on number ``host``; the program is then for that host's part."""
 
+    program: Program
+    comm: Communicator
+    dealt: Signature | None = None
+    host: int = 0
+
+
+Rebuild = Callable[[StepInputs, bool], Built]  # an example (on ``meta``), in training or not; collective
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One program on this rank. ``signature``: of its host's part of the batch; ``state``: parameters, buffers and
+    constants by the names it has for them."""
+
+    built: Built
     signature: Signature
     step: Step
     state: Mapping[str, torch.Tensor]
     seed: str | None
 
     @classmethod
-    def of(
-        cls, program: Program, example: StepInputs, shares: Mapping[str, torch.Tensor], comm: Communicator
-    ) -> Variant:
+    def of(cls, built: Built, example: StepInputs, shares: Mapping[str, torch.Tensor]) -> Variant:
+        """``example``: of the whole batch, on ``meta``."""
+        program, comm = built.program, built.comm
         written = torch.empty(0, device=comm.device)  # in place of the buffer that an output is returned as
         state = {s.name: written for s in program.sources_of("buffer")}
         state |= {s.name: program.constants[s.target].to(comm.device) for s in program.sources_of("constant")}
         seed = next((s.name for s in program.sources_of("input") if s.target == SEED), None)
-        return cls(Signature.of(program, example), Step(program, comm), state, seed).on(shares)
+        mine = example if built.dealt is None else built.dealt.part(built.host)
+        return cls(built, Signature.of(program, mine), Step(program, comm), state, seed).on(shares)
+
+    @property
+    def batch(self) -> tuple[int, Layout | None, Layout | None]:
+        """(samples of the whole batch, how hosts have them, how this host's ranks have its own)."""
+        size, to_ranks = self.signature.batch
+        if self.built.dealt is None:
+            return size, None, to_ranks
+        return *self.built.dealt.batch, to_ranks
+
+    def shares(self, batch: Any, targets: Any) -> Any:
+        """This rank's share of a global batch, in the batch's own form."""
+        comm, dealt = self.built.comm, self.built.dealt
+        if dealt is not None:
+            mine = dealt.shares(batch, targets, self.built.host, comm.device)
+            batch, targets = (mine, None) if targets is None else mine
+        return self.signature.shares(batch, targets, comm.rank, comm.device)
 
     def on(self, shares: Mapping[str, torch.Tensor]) -> Variant:
         """The same with other parameters and buffers."""
@@ -58,20 +91,22 @@ class Variant:
 
 
 class Variants:
-    """All that one ``HapProgram`` has needed so far; the first is what it was compiled as."""
+    """All that one ``HapProgram`` has needed so far; the first is what it was compiled as, for ``example``. What they
+    agree on they agree on with ``everyone`` who runs the job."""
 
     def __init__(
         self,
         first: Variant,
+        example: StepInputs,
         training: bool,
         shares: Mapping[str, torch.Tensor],
-        comm: Communicator,
+        everyone: Communicator,
         rebuild: Rebuild | None,
     ) -> None:
-        self.first, self._shares, self._comm, self._rebuild = first, shares, comm, rebuild
-        self._usual = first.signature.example
-        self._examples = {key_of(self._usual): self._usual}
-        self._built = {(key_of(self._usual), training): first}
+        self.first, self._shares, self._everyone, self._rebuild = first, shares, everyone, rebuild
+        self._comm, self._usual = first.built.comm, example
+        self._examples = {key_of(example): example}
+        self._built = {(key_of(example), training): first}
         self._doubtful: dict[tuple[tuple[Key, ...], bool], bool] = {}
 
     def choose(self, call: StepInputs, training: bool) -> Variant:
@@ -115,8 +150,8 @@ class Variants:
                 self._examples[key[0]] = others._examples[key[0]]
                 self._built[key] = variant.on(self._shares)
 
-    def for_batch(self, batch: Any, targets: Any, training: bool) -> Signature:
-        """How to deal a global batch. A shape that is new is compiled, which is collective.
+    def for_batch(self, batch: Any, targets: Any, training: bool) -> Variant:
+        """What deals out a global batch. A shape that is new is compiled, which is collective.
 
         ProgramError if the inputs are not those that were compiled, or other than in their sizes.
         """
@@ -126,22 +161,22 @@ class Variants:
         for example in alike:
             known = dict(example.named)
             if all(path in known and known[path].shape == t.shape for path, t in metas.items()):
-                return self._get(key_of(example), training).signature
+                return self._get(key_of(example), training)
         if alike or not is_another(given, self._usual):
             _check(metas, dict((alike or [self._usual])[0].named))
         else:
             check_new(given, self._usual, self._examples.values())
         return self.for_example(filled(given, self._usual), training)
 
-    def for_size(self, size: int, training: bool) -> Signature:
-        """How to deal a global batch of ``size`` samples that is otherwise like the first. Collective if it is new."""
-        first = self.first.signature
-        before, _ = first.batch
-        pieces = [t.new_empty((size, *t.shape[1:])) if t.shape[:1] == (before,) else t for _, t in first.example.named]
-        return self.for_example(first.example.rebuild(pieces), training)
+    def for_size(self, size: int, training: bool) -> Variant:
+        """What deals out a global batch of ``size`` samples that is otherwise like the first. Collective if it is
+        new."""
+        before, *_ = self.first.batch
+        pieces = [t.new_empty((size, *t.shape[1:])) if t.shape[:1] == (before,) else t for _, t in self._usual.named]
+        return self.for_example(self._usual.rebuild(pieces), training)
 
-    def for_example(self, example: StepInputs, training: bool) -> Signature:
-        """The signature for an example on ``meta``, compiled if it is new."""
+    def for_example(self, example: StepInputs, training: bool) -> Variant:
+        """That for an example on ``meta``, compiled if it is new."""
         key = key_of(example)
         if key not in self._examples:
             self._need_rebuild("this shape of batch")
@@ -151,7 +186,13 @@ class Variants:
             except Exception:
                 del self._examples[key]
                 raise
-        return self._get(key, training).signature
+        return self._get(key, training)
+
+    def set_pace(self, pace: Pace | None) -> None:
+        """Of all who talk for a program."""
+        self._comm.pace = pace
+        for variant in self._built.values():
+            variant.built.comm.pace = pace
 
     def nothing(self, training: bool) -> StepInputs:
         """The share of a rank that holds none of some batch; of the first one's form if it always holds some."""
@@ -170,8 +211,7 @@ class Variants:
             assert self._rebuild is not None
             example = self._examples[key]
             with torch.inference_mode(False):  # what is made here goes into training steps, too
-                program = self._rebuild(example, training)
-                self._built[key, training] = Variant.of(program, example, self._shares, self._comm)
+                self._built[key, training] = Variant.of(self._rebuild(example, training), example, self._shares)
         return self._built[key, training]
 
     def _need_rebuild(self, what: str) -> None:
@@ -179,7 +219,10 @@ class Variants:
             raise ProgramError(f"not compiled for {what}, and made without its model: use hap.compile")
 
     def _are_doubtful(self, keys: tuple[Key, ...], training: bool) -> bool:
-        """Whether on any rank two of them take shares of the same shape. Alike on every rank."""
+        """Whether on any rank two of them take shares of the same shape, as far as is known: of other hosts it is not.
+        Alike on every rank."""
+        if self._everyone is not self._comm:
+            return True
         if (keys, training) not in self._doubtful:
             known = [self._any(key, training).signature for key in keys]
             ranks = range(self._comm.world_size)
@@ -189,11 +232,12 @@ class Variants:
 
     def _agreed(self, fits: list[int]) -> list[int]:
         """1 where all ranks say so."""
-        votes = torch.tensor(fits, device=self._comm.device)
-        if self._comm.group is not None:
+        everyone = self._everyone
+        votes = torch.tensor(fits, device=everyone.device)
+        if everyone.group is not None:
             with self._comm.wire():
-                dist.all_reduce(votes, group=self._comm.group)
-        return [int(v == self._comm.world_size) for v in votes.tolist()]
+                dist.all_reduce(votes, group=everyone.group)
+        return [int(v == everyone.world_size) for v in votes.tolist()]
 
 
 def key_of(call: StepInputs) -> Key:

@@ -15,7 +15,9 @@ import hap
 from benchmarks.zoo_models import find
 from benchmarks.zoo_models.reference import Outcome, kept, one_device, worst_error
 from hap.capture import capture
+from hap.capture.inputs import step_inputs
 from hap.errors import PlanError, ProgramError
+from hap.mesh import carry_mesh
 from hap.mesh_plan import MeshPlan, parse_plan
 from hap.runtime.mesh import MeshProgram
 from tests._support import gpt2
@@ -132,7 +134,7 @@ def deal(rank: int, text: str) -> tuple[list[list[int]], list[int]]:
     """Rows that a sampler gives this rank; what ``shard_batch`` gives it of the numbers of the rows."""
     program = lm(gpt2.build(), parse_plan(text))  # type: ignore[arg-type]
     data = TensorDataset(torch.arange(20))
-    sampler = program.batch_sampler(len(data), shuffle=False)
+    sampler = program.batch_sampler(len(data), shuffle=False, drop_last=False)
     rows = [batch[0].tolist() for batch in DataLoader(data, batch_sampler=sampler)]
     numbers = torch.arange(8).reshape(8, 1).expand(8, gpt2.LENGTH).contiguous()
     inputs, _ = program.shard_batch((numbers,), numbers)
@@ -142,10 +144,10 @@ def deal(rank: int, text: str) -> tuple[list[list[int]], list[int]]:
 def test_samplers_and_batches_deal_each_row_once_in_the_hosts_parts():
     plan = make_mesh(gpt2.graph(), (2, 1), (5, 3))
     found = run_ranks(3, deal, plan.to_json())
-    for number in range(2):  # of 20 rows the last 4 make no batch
+    for number, size in enumerate((8, 8, 4)):
         rows = [rank_rows[number] for rank_rows, _ in found]
-        assert sorted(row for mine in rows for row in mine) == list(range(8 * number, 8 * number + 8))
-        assert len(rows[2]) == 3
+        assert sorted(row for mine in rows for row in mine) == list(range(8 * number, 8 * number + size))
+        assert len(rows[2]) == (3 if size == 8 else 1)
     assert [number for _, numbers in found for number in numbers] == list(range(8))
 
 
@@ -155,9 +157,9 @@ def refusals(rank: int, text: str) -> list[str]:
     program = lm(gpt2.build(), plan)
     said = []
     for what in (
-        lambda: program.shard_batch((gpt2.batch(size=6),), gpt2.batch(size=6)),
-        lambda: program.batch_sampler(20, drop_last=False),
-        lambda: program.eval()(*program.shard_batch((gpt2.batch(),), gpt2.batch())[0]),
+        lambda: program.shard_batch((gpt2.batch(size=1),), gpt2.batch(size=1)),
+        lambda: program.batch_sampler(17, drop_last=False),
+        lambda: program.no_sync(),
         lambda: hap.compile(
             gpt2.build(),
             hap.ClusterSpec.from_yaml(CLUSTER),
@@ -183,12 +185,90 @@ def refusals(rank: int, text: str) -> list[str]:
 def test_what_such_a_program_cannot_is_refused_in_one_line_on_every_rank():
     plan = make_mesh(gpt2.graph(), (2, 1), (5, 3))
     for said in run_ranks(3, refusals, plan.to_json()):
-        assert "the global batch is (8, 10), got (6, 10)" in said[0]
-        assert "takes batches of 8" in said[1]
-        assert "planned for" in said[2]
+        assert "no input has a batch of two or more" in said[0] and said[1] == said[0]
+        assert "sums gradients over the ranks in every backward pass" in said[2]
         assert "is for cluster 'test'" in said[3]
         assert "other shapes or operators" in said[4]
         assert all("\n" not in line for line in said)
+
+
+class Tasks(nn.Module):
+    """With a batch norm and a loss of its own for each task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Dropout(0.2))
+        self.heads = nn.ModuleDict({"class": nn.Linear(12, 3), "value": nn.Linear(12, 1)})
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, task: str = "class") -> torch.Tensor:
+        out = self.heads[task](self.trunk(x))
+        return nn.functional.cross_entropy(out, y) if task == "class" else (out.squeeze(1) - y).square().mean()
+
+
+def tasks() -> nn.Module:
+    torch.manual_seed(0)
+    return Tasks().double()
+
+
+def of_task(step: int, task: str, size: int) -> dict[str, Any]:
+    source = torch.Generator().manual_seed(step)
+    x = torch.randn(size, 6, dtype=torch.float64, generator=source)
+    y = torch.randint(0, 3, (size,), generator=source) if task == "class" else x.sum(1)
+    return {"x": x, "y": y, "task": task}
+
+
+MOVES = (("class", 8), ("class", 5), ("value", 8), ("value", 3), ("class", 8), ("class", 2))
+
+
+def vary(rank: int, text: str | None) -> list[Any]:
+    """Losses, in training and in evaluation, and the state at the end; ``text`` None: of one device."""
+    cluster = hap.ClusterSpec.from_yaml(CLUSTER.split("  - name: big")[0] + ALONE)
+    given: dict[str, Any] = {"cluster": cluster, "effort": "quick"} if text is None else {"plan": parse_plan(text)}
+    program = hap.compile(tasks(), example_inputs=of_task(0, "class", 8), **given)
+    program.random_seed = SEED
+    optimizer, losses = torch.optim.SGD(program.parameters(), lr=0.1, momentum=0.9), list[float]()
+    for step, (task, size) in enumerate(MOVES):
+        loss = program(**program.shard_batch(of_task(step, task, size)))
+        losses.append(float(loss.detach()))
+        loss.backward()
+        losses.append(float(program.clip_grad_norm_(1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        program.eval()
+        with torch.inference_mode():
+            losses.append(float(program(**program.shard_batch(of_task(99, task, size)))))
+        program.train()
+    return [losses, {name: value.numpy() for name, value in program.state_dict().items()}]
+
+
+ALONE = """  - name: alone
+    devices: [{name: cpu, tflops: {float32: 0.04, float64: 0.02}, memory: 4GB, memory_bandwidth: 10GB/s}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batches", "seed"), [((2, 1), (5, 3), None), ((1, 2), (2, 6), 5), ((2, 2), (4, 4), 6)]
+)
+def test_other_batches_evaluation_and_other_calls_are_one_devices(ranks, batches, seed):
+    """The losses of two tasks in turns, of smaller batches, and of evaluation between them."""
+    graph = capture(tasks(), of_task(0, "class", 8))
+    [(expected, state)] = run_ranks(1, vary, None)
+    for losses, found in run_ranks(sum(ranks), vary, make_mesh(graph, ranks, batches, seed).to_json()):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=TOLERANCE, atol=TOLERANCE)
+        assert found.keys() == state.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(torch.from_numpy(value), torch.from_numpy(state[name]), rtol=1e-9, atol=1e-10)
+
+
+def test_every_host_has_a_part_of_another_batch():
+    graphs = {n: capture(tasks(), of_task(0, "class", n)) for n in (8, 4, 3, 2)}
+    plan = make_mesh(graphs[8], (1, 1, 1), (6, 1, 1))
+    for n, parts in ((8, (6, 1, 1)), (4, (2, 1, 1)), (3, (1, 1, 1))):
+        for host, part in enumerate(parts):
+            carried = carry_mesh(plan, graphs[8], graphs[n], step_inputs(of_task(0, "class", n)), host, ())
+            assert carried.dealt.feeds["kwargs.x"].local_shape(host) == (part, 6)
+    with pytest.raises(PlanError, match="a batch of 2 for 3 hosts: each has to have a part of it; plan on one axis"):
+        carry_mesh(plan, graphs[8], graphs[2], step_inputs(of_task(0, "class", 2)), 0, ())
 
 
 def searched(rank: int) -> tuple[float, float]:

@@ -44,23 +44,22 @@ class Slot:
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """All slots in registration order, and for every further name of a tied tensor its first name."""
+    """All slots in registration order, for every further name of a tied tensor its first name, and the names of the
+    model's own state dict in its order."""
 
     slots: tuple[Slot, ...]
     tied: Mapping[str, str]
+    stored: tuple[str, ...]
 
     def first_name(self, name: str) -> str:
         return self.tied.get(name, name)
 
     @property
     def state_names(self) -> Iterator[tuple[str, Slot]]:
-        """Every name that a full state dict holds, tied ones included."""
-        for slot in self.slots:
-            if slot.persistent:
-                yield slot.name, slot
-                for name, first in self.tied.items():
-                    if first == slot.name:
-                        yield name, slot
+        """Every name that a full state dict holds, tied ones included, in the model's order."""
+        slots = {slot.name: slot for slot in self.slots}
+        for name in self.stored:
+            yield name, slots[self.first_name(name)]
 
 
 def model_tensors(model: nn.Module, program: Program) -> ModelTensors:
@@ -69,7 +68,7 @@ def model_tensors(model: nn.Module, program: Program) -> ModelTensors:
     for source in (*program.sources_of("parameter"), *program.sources_of("buffer")):
         placement = program.held[source.name].placement
         layouts[source.target] = Layout.of(placement, program.sizes) if isinstance(placement, Shard) else None
-    stored = set(model.state_dict(keep_vars=True))
+    stored = {name: None for name, found in model.state_dict(keep_vars=True).items() if isinstance(found, torch.Tensor)}
     everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     firsts: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -91,7 +90,8 @@ def model_tensors(model: nn.Module, program: Program) -> ModelTensors:
                 layout=layouts.get(name),
             )
         )
-    return ModelTensors(tuple(slots), tied)
+    known = {slot.name for slot in slots} | tied.keys()
+    return ModelTensors(tuple(slots), tied, tuple(name for name in stored if name in known))
 
 
 def initial_shares(

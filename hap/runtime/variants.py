@@ -8,6 +8,7 @@ where that can be, the ranks agree by one small sum.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from hap.runtime.data import Signature
 from hap.runtime.forms import Form, check_new, filled, form_of, is_another, is_as
 from hap.runtime.step import Step
 
+MANY = 24  # programs: whoever has had so many of them will have more
 Shapes = tuple[tuple[int, ...], ...]
 Key = tuple[Form, Shapes]
 
@@ -181,6 +183,12 @@ class Variants:
         if key not in self._examples:
             self._need_rebuild("this shape of batch")
             self._examples[key] = example
+            if len(self._examples) == MANY and self._everyone.rank == 0:
+                warnings.warn(
+                    f"{MANY} shapes of batches and kinds of calls have been compiled for, each of which takes seconds "
+                    "and keeps a program: pad batches to a few lengths",
+                    stacklevel=2,
+                )
             try:
                 self._get(key, training)
             except Exception:

@@ -16,6 +16,7 @@ from hap.errors import HapError, ProgramError
 from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.forms import MOST
+from hap.runtime.variants import MANY
 from tests._support.plans import greedy_strategies, make_plan, sizes_for
 from tests._support.ranks import run_ranks
 
@@ -259,6 +260,15 @@ def test_what_changes_at_every_step_is_refused_in_the_end() -> None:
     with pytest.raises(ProgramError, match=said):
         program(x=x, scale=9.5)
     torch.testing.assert_close(program(x=x, scale=0.25), model(x, 0.25))
+
+
+def test_many_shapes_of_batches_are_warned_of_once() -> None:
+    model, x = built(Scaled), numbers(4, MANY + 2, WIDTH)
+    program = alone(model, {"x": x, "scale": 1.0})
+    with pytest.warns(UserWarning, match=rf"^{MANY} shapes of batches .* pad batches to a few lengths$") as found:
+        for size in range(2, MANY + 2):
+            torch.testing.assert_close(program(**program.shard_batch({"x": x[:size]})), model(x[:size], 1.0))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,13 +28,13 @@ class StepInputs:
     kwargs: Mapping[str, Any]
     targets: tuple[Any, ...]
 
-    @property
+    @cached_property
     def named(self) -> tuple[tuple[str, torch.Tensor], ...]:
         """Every tensor with its path: args, then kwargs by sorted key, then targets. Keyword order is no order."""
         doors = (("args", self.args), ("kwargs", _sorted(self.kwargs)), ("targets", self.targets))
         return tuple(found for door, tree in doors for found in _tensors(tree, door))
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, Any]:
         """Everything that is no tensor, by its path."""
         doors = (("args", self.args), ("kwargs", self.kwargs), ("targets", self.targets))

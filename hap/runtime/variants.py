@@ -187,7 +187,7 @@ class Variants:
                 warnings.warn(
                     f"{MANY} shapes of batches and kinds of calls have been compiled for, each of which takes seconds "
                     "and keeps a program: pad batches to a few lengths",
-                    stacklevel=2,
+                    stacklevel=4,
                 )
             try:
                 self._get(key, training)

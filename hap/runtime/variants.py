@@ -42,6 +42,10 @@ class Built:
     dealt: Signature | None = None
     host: int = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Built:
+        """Itself, as it owns no state."""
+        return self
+
 
 Rebuild = Callable[[StepInputs, bool], Built]  # an example (on ``meta``), in training or not; collective
 

@@ -173,7 +173,7 @@ def mesh_program(
             return carry_mesh(plan, graph, again.graph(example, training), example, comm.host, passes_off)
 
         found = together(world, carried)
-        agree_on_program(comm, OTHER, found.program)
+        together(world, lambda: agree_on_program(comm, OTHER, found.program))  # if not on one host, then nowhere
         return join_hosts(found, comm)
 
     given = (model, example_inputs, example_targets)

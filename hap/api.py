@@ -125,6 +125,7 @@ def plan_mesh(
     example_inputs: Any,
     example_targets: Any = None,
     loss_fn: LossFn | None = None,
+    outputs: Sequence[str] = (),
     optimizer: str = "adamw",
     effort: Effort = "normal",
     leave_out: bool = False,
@@ -136,7 +137,7 @@ def plan_mesh(
 
     PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
     """
-    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets)
+    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster)
     found = search_mesh(choices(graph), spec, optimizer=optimizer, effort=effort, leave_out=leave_out)
     return explained_mesh(found, graph, spec)

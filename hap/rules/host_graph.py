@@ -8,8 +8,8 @@ whole. So all that is known of one axis (choices, prices, search, codegen) goes 
     deal_batch(choices)                          -> every node's strategy between hosts
     host_graph(graph, strategies, sizes, ...)    -> Graph of one host
 
-Refused, with ``PlanError``: what needs conversions between hosts other than sums and slices, such as outputs beside the
-loss, which would have to be gathered.
+Outputs beside the loss are whole on every host: each adds its part, among zeros. Refused, with ``PlanError``: what else
+needs conversions between hosts other than sums and slices.
 """
 
 from __future__ import annotations
@@ -242,27 +242,41 @@ class _HostGraph:
             key = (need.value, need.target)
             if key not in self.converted:
                 made = self._convert(node, need)
-                self.converted[key] = Value(made.name)
-                yield made
+                self.converted[key] = Value(made[-1].name)
+                yield from made
 
-    def _convert(self, node: Node, need: Need) -> Node:
-        """A node of its own for the sum, or the slice, of one output of ``node``."""
+    def _convert(self, node: Node, need: Need) -> tuple[Node, ...]:
+        """Nodes of their own for the sum, or the slice, of one output of ``node``. Of a result that hosts have parts of
+        each makes a whole one, with zeros elsewhere, to be summed."""
         value, meta = need.value, self.graph.meta(need.value)
         name = f"{value.node}_{value.index}" if value.index else value.node
         like = replace(node, kwargs=(), target="")
+        source, target = need.source, need.target
+        if need.collective == "all_gather" and isinstance(source, Shard) and source.outer == 1:
+            args: tuple[Any, ...] = (value, tuple(meta.shape), source.dim, *self._range(source), 1)
+            spread = replace(
+                like, name=f"{name}_among_zeros", op="aten.slice_backward.default", args=args, outputs=(meta,)
+            )
+            return spread, self._sum(like, name, Value(spread.name), meta)
         if need.collective == "all_reduce":
-            args: tuple[Any, ...] = (value, self.sites, self.hosts, self.ranks)
-            self.sites += 1
-            return replace(like, name=f"{name}_over_hosts", op=HOSTS_SUM, args=args, outputs=(meta,))
-        target = need.target
+            return (self._sum(like, name, value, meta),)
         if need.collective != "slice" or not isinstance(target, Shard) or target.outer > 1:
             raise PlanError(
                 f"{self.graph.name}: {value} of module {node.module!r} would need {need.collective} between hosts, "
                 f"from {need.source} to {need.target}; only sums and slices are made there: plan on one axis"
             )
-        held = self.sizes[target.group]
-        start, size = sum(held[: self.host]) * target.unit, held[self.host] * target.unit
         part = replace(meta, shape=concrete_shape(meta.shape, target, self.sizes, self.host))
-        args = (value, target.dim, start, start + size)
         ways = sum(v == value for v, _ in self.converted)
-        return replace(like, name=f"{name}_here{ways or ''}", op="aten.slice.Tensor", args=args, outputs=(part,))
+        args = (value, target.dim, *self._range(target))
+        return (replace(like, name=f"{name}_here{ways or ''}", op="aten.slice.Tensor", args=args, outputs=(part,)),)
+
+    def _sum(self, like: Node, name: str, value: Value, meta: TensorMeta) -> Node:
+        args = (value, self.sites, self.hosts, self.ranks)
+        self.sites += 1
+        return replace(like, name=f"{name}_over_hosts", op=HOSTS_SUM, args=args, outputs=(meta,))
+
+    def _range(self, shard: Shard) -> tuple[int, int]:
+        """What this host has of the dim."""
+        held = self.sizes[shard.group]
+        start = sum(held[: self.host]) * shard.unit
+        return start, start + held[self.host] * shard.unit

@@ -273,10 +273,30 @@ def rows_of(found: Choices, dim: int = 0) -> Shard:
     return Shard(dim, 1, 8, 1, batch_group(found).name)
 
 
+def square_of_sum() -> Graph:
+    """The square of a sum of products, (8, 8), either of whose dims may be the batch's."""
+    b = GraphBuilder()
+    x = b.source("input", "x", 8, 8)
+    xt = b.call("xt", "aten.t.default", x, out=meta(8, 8))
+    product = b.call("product", "aten.mm.default", xt, x, out=meta(8, 8))
+    return b.finish(b.call("square", "aten.pow.Tensor_Scalar", product, 2, out=meta(8, 8), module="head"))
+
+
+def test_what_hosts_have_parts_of_is_made_whole_by_a_sum_with_zeros() -> None:
+    graph = square_of_sum()
+    found = choices(graph)
+    strategies = {**deal_batch(found), "xt": Strategy((R,), (R,))}
+    for host, (start, stop) in enumerate(((0, 5), (5, 8))):
+        part = host_graph(graph, strategies, {batch_group(found).name: (5, 3)}, host, 1)
+        spread, whole = part.by_name["x_among_zeros"], part.by_name["x_over_hosts"]
+        assert spread.op == "aten.slice_backward.default" and spread.args == (Value("x"), (8, 8), 0, start, stop, 1)
+        assert whole.op == HOSTS_SUM and whole.inputs == (Value("x_among_zeros"),) and whole.meta.shape == (8, 8)
+        assert part.by_name["xt"].inputs == (Value("x_over_hosts"),)
+
+
 @pytest.mark.parametrize(
     ("what", "changes"),
     [
-        ("all_gather", lambda rows, columns: {"xt": Strategy((R,), (R,))}),
         ("all_to_all", lambda rows, columns: {"xt": Strategy((columns,), (rows,))}),
         (
             "reduce_scatter",
@@ -284,13 +304,8 @@ def rows_of(found: Choices, dim: int = 0) -> Shard:
         ),
     ],
 )
-def test_other_conversions_than_sums_and_slices_are_refused(what: str, changes: Any) -> None:
-    """Of the square of a sum of products, (8, 8), either of whose dims may be the batch's."""
-    b = GraphBuilder()
-    x = b.source("input", "x", 8, 8)
-    xt = b.call("xt", "aten.t.default", x, out=meta(8, 8))
-    product = b.call("product", "aten.mm.default", xt, x, out=meta(8, 8))
-    graph = b.finish(b.call("square", "aten.pow.Tensor_Scalar", product, 2, out=meta(8, 8), module="head"))
+def test_what_cannot_be_made_of_sums_and_slices_is_refused(what: str, changes: Any) -> None:
+    graph = square_of_sum()
     found = choices(graph)
     words = refused(graph, changes(rows_of(found), rows_of(found, 1)))
     assert f"would need {what} between hosts, from " in words

@@ -200,9 +200,10 @@ class Tasks(nn.Module):
         self.trunk = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Dropout(0.2))
         self.heads = nn.ModuleDict({"class": nn.Linear(12, 3), "value": nn.Linear(12, 1)})
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, task: str = "class") -> torch.Tensor:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, task: str = "class") -> dict[str, torch.Tensor]:
         out = self.heads[task](self.trunk(x))
-        return nn.functional.cross_entropy(out, y) if task == "class" else (out.squeeze(1) - y).square().mean()
+        loss = nn.functional.cross_entropy(out, y) if task == "class" else (out.squeeze(1) - y).square().mean()
+        return {"loss": loss, "out": out, "best": out.argmax(1), "mean": out.mean(0), "is_large": out > 0.1}
 
 
 def tasks() -> nn.Module:
@@ -217,14 +218,16 @@ def of_task(step: int, task: str, size: int) -> dict[str, Any]:
     return {"x": x, "y": y, "task": task}
 
 
+OUTPUTS = ("out", "best", "mean", "is_large")
 MOVES = (("class", 8), ("class", 5), ("value", 8), ("value", 3), ("class", 8), ("class", 2))
 
 
 def vary(rank: int, text: str | None) -> list[Any]:
-    """Losses, in training and in evaluation, and the state at the end; ``text`` None: of one device."""
+    """Losses, in training and in evaluation, what the model returns then, and the state at the end. ``text`` None: of
+    one device."""
     cluster = hap.ClusterSpec.from_yaml(CLUSTER.split("  - name: big")[0] + ALONE)
     given: dict[str, Any] = {"cluster": cluster, "effort": "quick"} if text is None else {"plan": parse_plan(text)}
-    program = hap.compile(tasks(), example_inputs=of_task(0, "class", 8), **given)
+    program = hap.compile(tasks(), example_inputs=of_task(0, "class", 8), outputs=OUTPUTS, **given)
     program.random_seed = SEED
     optimizer, losses = torch.optim.SGD(program.parameters(), lr=0.1, momentum=0.9), list[float]()
     for step, (task, size) in enumerate(MOVES):
@@ -237,6 +240,7 @@ def vary(rank: int, text: str | None) -> list[Any]:
         program.eval()
         with torch.inference_mode():
             losses.append(float(program(**program.shard_batch(of_task(99, task, size)))))
+        losses += [float(v) for name in OUTPUTS for v in program.outputs[name].flatten()]
         program.train()
     return [losses, {name: value.numpy() for name, value in program.state_dict().items()}]
 
@@ -251,7 +255,7 @@ ALONE = """  - name: alone
 )
 def test_other_batches_evaluation_and_other_calls_are_one_devices(ranks, batches, seed):
     """The losses of two tasks in turns, of smaller batches, and of evaluation between them."""
-    graph = capture(tasks(), of_task(0, "class", 8))
+    graph = capture(tasks(), of_task(0, "class", 8), outputs=OUTPUTS)
     [(expected, state)] = run_ranks(1, vary, None)
     for losses, found in run_ranks(sum(ranks), vary, make_mesh(graph, ranks, batches, seed).to_json()):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=TOLERANCE, atol=TOLERANCE)

@@ -7,6 +7,7 @@ What a call leaves out is as in the example inputs. None may stand where these h
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -70,21 +71,28 @@ def filled(call: StepInputs, usual: StepInputs) -> StepInputs:
     return StepInputs((*call.args, *rest[0]), {**plain, **call.kwargs}, (*call.targets, *rest[1]))
 
 
-def check_new(call: StepInputs, usual: StepInputs, known: Iterable[StepInputs]) -> None:
-    """ProgramError unless every argument is one of the example's, or if there are ``MOST`` forms already."""
+def check_new(call: StepInputs, usual: StepInputs, known: Iterable[StepInputs], *, aloud: bool) -> None:
+    """ProgramError unless every argument is one of the example's, or if there are ``MOST`` forms already. A number that
+    is another one is warned of: it may be one that changes from step to step."""
     tops = {top(path) for path in (*dict(usual.named), *usual.constants)}
     for path, value in (*call.named, *call.constants.items()):
         if top(path) not in tops and value is not None:
             raise ProgramError(f"unexpected input {path}; the program takes {', '.join(sorted(tops))}")
-    if len({form_of(example) for example in known}) < MOST:
-        return
-    usual_ones = usual.constants
-    changed = [p for p, v in call.constants.items() if p not in usual_ones or not is_same(usual_ones[p], v)]
-    raise ProgramError(
-        f"{MOST} kinds of calls have been compiled for, and this is another one"
-        + "".join(f" ({path} is {call.constants[path]!r})" for path in changed[:1])
-        + ": what changes from step to step must be a tensor"
-    )
+    before, now = usual.constants, call.constants
+    changed = [path for path, value in now.items() if path not in before or not is_same(before[path], value)]
+    if len({form_of(example) for example in known}) >= MOST:
+        raise ProgramError(
+            f"{MOST} kinds of calls have been compiled for, and this is another one"
+            + "".join(f" ({path} is {now[path]!r})" for path in changed[:1])
+            + ": what changes from step to step must be a tensor"
+        )
+    numbers = [p for p in changed if isinstance(now[p], (int, float, complex)) and not isinstance(now[p], bool)]
+    if numbers and aloud:
+        warnings.warn(
+            f"{numbers[0]} is {now[numbers[0]]!r}, for which a step of its own is compiled; what changes from step to "
+            "step must be a tensor",
+            stacklevel=6,  # of torch's own are two
+        )
 
 
 def top(path: str) -> str:

@@ -122,7 +122,7 @@ class Variants:
         if self._rebuild is None or not is_another(call, self._usual):
             return self._get(self._fitting(call, own or [key_of(self._usual)], training), training)
         if not own:
-            check_new(call, self._usual, self._examples.values())
+            check_new(call, self._usual, self._examples.values(), aloud=self._everyone.rank == 0)
         paths = [path for path, _ in call.named]
         shapes: dict[Shapes, Key] = {}
         for key in (*own, *self._examples):
@@ -171,7 +171,7 @@ class Variants:
         if alike or not is_another(given, self._usual):
             _check(metas, dict((alike or [self._usual])[0].named))
         else:
-            check_new(given, self._usual, self._examples.values())
+            check_new(given, self._usual, self._examples.values(), aloud=self._everyone.rank == 0)
         return self.for_example(filled(given, self._usual), training)
 
     def for_size(self, size: int, training: bool) -> Variant:

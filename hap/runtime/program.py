@@ -386,7 +386,8 @@ class HapProgram(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         tables = (self.__dict__.get(t, {}) for t in ("_parameters", "_buffers", "_modules"))
-        if "_variants" in self.__dict__ and (isinstance(value, nn.Module) or any(name in table for table in tables)):
+        is_state = isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables)
+        if is_state and "_variants" in self.__dict__:
             raise ProgramError(f"{name} cannot be put into a compiled program: change the model, and compile it again")
         super().__setattr__(name, value)
 

@@ -93,6 +93,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "hook": (lambda p: p.head.register_forward_hook(print), "a hook of training_head"),
     "gradients": (lambda p: p.head.register_full_backward_hook(print), "a hook of training_head"),
     "another head": (lambda p: setattr(p, "head", nn.Linear(6, 2)), "head cannot be put into a compiled program"),
+    "another parameter": (lambda p: setattr(p, "scale", nn.Parameter(torch.ones(1))), "scale cannot be put into"),
     "another norm": (lambda p: setattr(p.get_submodule("blocks.0"), "norm", nn.Identity()), "a change of blocks.0"),
     "rate": (lambda p: setattr(p.get_submodule("blocks.0.drop"), "p", 0.1), "a change of blocks.0.drop"),
     "parametrization": (lambda p: nn.utils.parametrizations.weight_norm(p.head), "a change of training_head"),

@@ -102,10 +102,8 @@ class HapProgram(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> HapProgram:
         """A program with parameters and buffers of its own, such as ``torch.optim.swa_utils.AveragedModel`` makes; what
         was compiled is the same. Local."""
-        memo |= {
-            id(same): same
-            for same in (self._plan, self._program, self._passes, self._tensors, self._unsummed, self._written)
-        }
+        same = (self._plan, self._program, self._passes, self._tensors, self._unsummed, self._written)
+        memo |= {id(one): one for one in same}
         copied: HapProgram = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -285,7 +283,7 @@ class HapProgram(nn.Module):
         """The whole gradient of every trainable parameter that has one, on the CPU of every rank. Collective."""
         self._unsummed.check("full_gradients()")
         found = {slot: self._shares[slot.name].grad for slot in self._tensors.slots if slot.trainable}
-        return {slot.name: whole_tensor(slot, g, self._comm) for slot, g in found.items() if g is not None}
+        return {s.name: whole_tensor(s, g, self._comm) for s, g in found.items() if g is not None}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """The whole model under its own names, tied ones included, on the CPU of every rank. Collective.

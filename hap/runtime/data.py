@@ -162,16 +162,19 @@ class ShareSampler(Sampler[list[int]]):
         self,
         length: int,
         batch_size: int,
-        layouts: Sequence[Layout | None],
-        place: Sequence[int],
+        layout: Layout | None,
+        rank: int,
         *,
         shuffle: bool,
         seed: int,
         last: tuple[int, Layout | None, Layout | None] | None = None,
+        hosts: Layout | None = None,
+        host: int = 0,
     ) -> None:
-        """``layouts``: how hosts have a batch, and this host's ranks what it has; ``place``: the number of this host,
-        and of this rank on it."""
-        self.length, self.batch_size, self.layouts, self.place = length, batch_size, layouts, place
+        """``layout``: how the ranks of a host, this one number ``rank``, have its part of a batch; ``hosts``: how
+        hosts, this one number ``host``, have the batch, if there are several; ``last``: so many samples, by both."""
+        self.length, self.batch_size = length, batch_size
+        self.layouts, self.place = (hosts, layout), (host, rank)
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.last = last
 

@@ -250,12 +250,15 @@ class HapProgram(nn.Module):
 
         With ``drop_last=False`` the last batch may be smaller: its program is compiled here, which is collective.
         """
-        size, *layouts = self._variants.first.batch
+        first = self._variants.first
+        size, hosts, layout = first.batch
         last, rest = None, dataset_len % size
         if rest and not drop_last:
             last = self._variants.for_size(rest, self.training).batch
-        place = self._variants.first.built.host, self._comm.rank
-        return ShareSampler(dataset_len, size, layouts, place, shuffle=shuffle, seed=seed, last=last)
+        rank, host = self._comm.rank, first.built.host
+        return ShareSampler(
+            dataset_len, size, layout, rank, shuffle=shuffle, seed=seed, last=last, hosts=hosts, host=host
+        )
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """``default_collate``, and for a rank that holds none of the batch its empty share: for ``collate_fn=``.

@@ -146,7 +146,7 @@ def train_an_epoch(rank: int, plan: Plan) -> tuple[list[int], float]:
     model = net()
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
     program.random_seed, rows = 0, []
-    whole = list(ShareSampler(19, 8, (None, None), (0, 0), shuffle=True, seed=4, last=(3, None, None)))
+    whole = list(ShareSampler(19, 8, None, 0, shuffle=True, seed=4, last=(3, None, None)))
     for seed, (share, indices) in enumerate(zip(loader, whole, strict=True)):
         rows.append(len(share[0]))
         program(share[0], targets=share[1]).backward()

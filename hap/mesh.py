@@ -74,17 +74,15 @@ def graph_of(graph: Graph, plan: MeshPlan, host: int) -> Graph:
 
 
 def program_of(graph: Graph, plan: MeshPlan, host: int, passes_off: Sequence[str] = ()) -> Outcome:
-    """The program of one host's ranks, after its passes. PlanError where the plan is unsound.
-
-    Hosts must make their sums in one order, whatever each one's user reads when: so the loss is never late.
-    """
-    outcome = _rewritten(graph_of(graph, plan, host), plan.inside_of(host), passes_off)
-    return replace(outcome, stages=(*outcome.stages[:-1], replace(outcome.program, loss_may_be_late=False)))
+    """The program of one host's ranks, after its passes. PlanError where the plan is unsound."""
+    return _rewritten(graph_of(graph, plan, host), plan.inside_of(host), passes_off)
 
 
 def _rewritten(graph: Graph, inside: Plan, off: Sequence[str]) -> Outcome:
+    """Hosts must make their sums in one order, whatever each one's user reads when: so the loss is never late."""
     program = lower(graph, inside)
-    return run_passes(program, default_passes(program, None), off=off)
+    outcome = run_passes(program, default_passes(program, None), off=off)
+    return replace(outcome, stages=(*outcome.stages[:-1], replace(outcome.program, loss_may_be_late=False)))
 
 
 def sites_of(graph: Graph, plan: MeshPlan, host: int) -> tuple[Site, ...]:
@@ -209,7 +207,7 @@ def carry_mesh(plan: MeshPlan, old: Graph, new: Graph, example: StepInputs, host
     sizes = {BATCH: _parts(plan.batch.sizes, batch_group(possible).n)}
     part = host_graph(new, between, sizes, host, plan.hosts[host].ranks)
     inside = carry_over(plan.inside_of(host), graph_of(old, plan, host), part)
-    program = replace(_rewritten(part, inside, off).program, loss_may_be_late=False)
+    program = _rewritten(part, inside, off).program
     placements = [(n.meta.shape, inside.strategy(n.name).inputs[0]) for n in summed(part)]
     sums = tuple((s, Layout.of(p, inside.sizes) if isinstance(p, Shard) else None) for s, p in placements)
     return Carried(program, dealt_to_hosts(new, between, sizes, example), sums)

@@ -26,7 +26,8 @@ def form_of(call: StepInputs) -> Form:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    return bool(one == other) or bool(one != one and other != other)
+    """Of plain constants; 1, 1.0 and True are three, as they promote dtypes differently."""
+    return type(one) is type(other) and repr(one) == repr(other)
 
 
 def is_as(call: StepInputs, example: StepInputs, usual: StepInputs) -> bool:

@@ -72,6 +72,8 @@ class Part(nn.Module):
         self._refuse("a hook", "hooks of modules are part of the step if the model has them when it is compiled")
 
     register_forward_hook = register_forward_pre_hook = _no_hook
+    register_state_dict_pre_hook = register_state_dict_post_hook = _no_hook
+    register_load_state_dict_pre_hook = register_load_state_dict_post_hook = _no_hook
     register_full_backward_hook = register_full_backward_pre_hook = register_backward_hook = _no_hook
 
     def _no_change(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -310,10 +310,10 @@ class HapProgram(nn.Module):
         """
         if assign:
             raise ProgramError("assign=True is not possible: a program's parameters are shares of what is loaded")
-        self._written.forget()
         missing, unexpected = check_keys(self._tensors, state_dict)
         if strict and (missing or unexpected):
             raise ProgramError(f"state dict does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
+        self._written.forget()
         given = {self._tensors.first_name(name): whole for name, whole in state_dict.items()}
         for slot in self._tensors.slots:
             if slot.name in given:

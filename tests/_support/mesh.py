@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hap.graph import Graph
 from hap.mesh_plan import BATCH, HostPart, MeshPlan, MeshPrediction, verify_mesh_plan
-from hap.placement import Placement, Shard
-from hap.plan import GroupPlan, Plan, Strategy
+from hap.placement import Shard
+from hap.plan import GroupPlan, Plan
 from hap.rules.choices import choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph
+from hap.search.mesh import of_batch
 from tests._support.plans import greedy_strategies, make_plan, random_sizes, random_strategies, sizes_for
 
 RATIOS = (3, 2, 1)
@@ -21,7 +21,7 @@ def make_mesh(graph: Graph, ranks: Sequence[int], batches: Sequence[int], seed: 
     """Host h of ``ranks[h]`` ranks with ``batches[h]`` of the batch. ``seed``: strategies and sizes inside drawn at
     random, another way in each host; None: parameters cut along their first dim, the batch dealt out."""
     found = choices(graph)
-    strategies = {name: _renamed(s) for name, s in deal_batch(found).items()}
+    strategies = {name: of_batch(s) for name, s in deal_batch(found).items()}
     group = batch_group(found)
     inside = []
     for host, count in enumerate(ranks):
@@ -61,10 +61,3 @@ def _inside(part: Graph, ranks: int, seed: int | None) -> Plan:
             wishes[node.target] = (0, node.meta.shape[0])
     sizes = sizes_for(possible, RATIOS[:ranks])
     return make_plan(possible, greedy_strategies(possible, wishes), sizes, world_size=ranks)
-
-
-def _renamed(strategy: Strategy) -> Strategy:
-    def name(placement: Placement | None) -> Placement | None:
-        return replace(placement, group=BATCH) if isinstance(placement, Shard) else placement
-
-    return Strategy(tuple(map(name, strategy.inputs)), tuple(map(name, strategy.outputs)))  # type: ignore[arg-type]

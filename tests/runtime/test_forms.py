@@ -166,9 +166,10 @@ class Tasks(nn.Module):
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.LayerNorm(12))
         self.heads = nn.ModuleDict({"class": nn.Linear(12, 3), "value": nn.Linear(12, 1)})
+        self.scale = torch.linspace(1, 2, 12, dtype=torch.float64)  # no buffer: a constant of the step
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, task: str, aside: bool = False) -> torch.Tensor:
-        trunk = self.trunk(x)
+        trunk = self.trunk(x) * self.scale
         out = self.heads[task](trunk)
         loss = F.cross_entropy(out, y) if task == "class" else (out.squeeze(1) - y).square().mean()
         return loss + 0.1 * trunk.square().mean() if aside else loss
@@ -203,6 +204,30 @@ def add_up(rank: int, made: Plan) -> float:
 
 def test_gradients_of_several_tasks_are_added_up() -> None:
     errors = run_ranks(3, add_up, plan(Tasks, task(0, "class", BATCH) | {"aside": False}))
+    assert max(errors) < TOLERANCE, errors
+
+
+def infer(rank: int, made: Plan) -> float:
+    """What is met first in inference mode is trained with afterwards."""
+    model, worst = built(Tasks), 0.0
+    program = hap.compile(built(Tasks), plan=made, example_inputs=task(0, "class", BATCH) | {"aside": False})
+    for step, (name, size) in enumerate((("class", 8), ("class", 5), ("value", 8), ("value", 3))):
+        batch = task(step, name, size)
+        for training in (False, True):
+            program.train(training)
+            with torch.inference_mode():
+                found = program(**program.shard_batch(batch))
+            worst = max(worst, abs(float(found) - float(model(**batch))))
+        for one, given in ((program, program.shard_batch(batch)), (model, batch)):
+            one.zero_grad()
+            one(**given).backward()
+        expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        worst = max(worst, apart(program.full_gradients(), expected))
+    return worst
+
+
+def test_inference_mode_is_one_of_no_gradients() -> None:
+    errors = run_ranks(3, infer, plan(Tasks, task(0, "class", BATCH) | {"aside": False}))
     assert max(errors) < TOLERANCE, errors
 
 

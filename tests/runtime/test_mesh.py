@@ -222,6 +222,16 @@ OUTPUTS = ("out", "best", "mean", "is_large")
 MOVES = (("class", 8), ("class", 5), ("value", 8), ("value", 3), ("class", 8), ("class", 2))
 
 
+class Told:
+    times = 0
+
+    def settle(self) -> None:
+        self.times += 1
+
+    def resume(self) -> None:
+        pass
+
+
 def vary(rank: int, text: str | None) -> list[Any]:
     """Losses, in training and in evaluation, what the model returns then, and the state at the end. ``text`` None: of
     one device."""
@@ -231,7 +241,10 @@ def vary(rank: int, text: str | None) -> list[Any]:
     program.random_seed = SEED
     optimizer, losses = torch.optim.SGD(program.parameters(), lr=0.1, momentum=0.9), list[float]()
     for step, (task, size) in enumerate(MOVES):
-        loss = program(**program.shard_batch(of_task(step, task, size)))
+        batch, pace = program.shard_batch(of_task(step, task, size)), Told()
+        program.set_pace(pace)
+        loss = program(**batch)
+        assert text is None or pace.times > 1  # once while ranks agree on which step it is
         losses.append(float(loss.detach()))
         loss.backward()
         losses.append(float(program.clip_grad_norm_(1.0)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,11 +117,12 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
     torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
 
 
-def test_what_is_loaded_into_the_model_after_its_compilation_is_warned_of() -> None:
+def test_what_is_loaded_into_the_model_after_its_compilation_is_warned_of(tmp_path: Path) -> None:
     """Once; not where the program has had it all, nor when the model is written to later on."""
     model, other = tower(), tower()
-    program, loaded, trained = (compiled(model) for _ in range(3))
+    program, loaded, resumed, trained = (compiled(model) for _ in range(4))
     trained(**batch())
+    trained.save_checkpoint(tmp_path / "saved")
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(1)
@@ -133,6 +135,8 @@ def test_what_is_loaded_into_the_model_after_its_compilation_is_warned_of() -> N
         trained(**batch())
         loaded.load_state_dict(model.state_dict())
         loaded(**batch())
+        resumed.load_checkpoint(tmp_path / "saved")
+        resumed(**batch())
 
 
 class Scaled(nn.Module):

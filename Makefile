@@ -38,8 +38,9 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]' -c $(PINS)
 	@touch $@
 
+# A file's tests stay together, as they share what was made for them.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(ARGS)
 
 # mypy sees the rooms as the one package that they install as: a tree of links, checked from inside so that nothing else
 # named `hap` is found first.

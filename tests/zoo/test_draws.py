@@ -281,7 +281,8 @@ def test_the_emitted_file_says_where_a_piece_begins():
     compile(text, "emitted", "exec")
 
 
-def test_checks_of_distributions_are_back_after_capture():
+def test_checks_of_distributions_are_back_after_capture(monkeypatch):
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)  # torch.compile takes it away for good
     capture(Draws(lambda x: distributions.Normal(x, 1.0).rsample()), torch.zeros(8, 6))
     with pytest.raises(ValueError, match="constraint"):
         distributions.Normal(torch.zeros(2), torch.tensor([-1.0, 1.0]))

@@ -9,6 +9,7 @@
 - ``_set_mkldnn_enabled``: keeps kernels of one kind of CPU out of the trace.
 - ``get_decompositions``: torch's decompositions, as Python functions.
 - ``_is_alias_of``: whether two tensors lie in one memory, while there is none.
+- ``_will_engine_execute_node``: whether the backward pass that is under way goes on to a node.
 - ``Distribution._validate_args``: whether distributions check their arguments.
 - ``_clip_grads_with_norm_``: what clipping by a norm ends with, whoever imported it before.
 - ``GradScaler._unscale_grads_``: what every scaler's step begins with.
@@ -100,6 +101,17 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they share memory, as a tensor and its view do."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
+def is_added_to_grad(node: Any) -> bool | None:
+    """Inside of a backward pass, of the node that adds a gradient to a leaf's ``.grad``: whether the pass gets there;
+    None if what would be added is handed out instead, as ``torch.autograd.grad`` does."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return None
 
 
 def watch_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:

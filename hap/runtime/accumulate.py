@@ -2,7 +2,8 @@
 
 A rank adds up what it has of them (``hap.codegen.accumulate``), outside of ``.grad``: there a deferred gradient
 stands as zeros, so that ``zero_grad()`` is seen to have dropped it. The next backward pass that sums adds them to its
-own; those of batches of another shape, whose program is another one, are summed by themselves.
+own; those of batches of another shape, whose program is another one, are summed by themselves. All these passes must be
+for the same parameters. ``torch.autograd.grad`` has nothing to do with it: it is handed out sums.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hap.errors import ProgramError
-from hap.runtime.step import Step
+from hap.runtime.step import Kept, Step
 
 _waiting: weakref.WeakSet[Unsummed] = weakref.WeakSet()  # that have something
 _hooked: list[Any] = []
@@ -29,20 +30,25 @@ class Unsummed:
         self._shares = shares
         self._held: dict[Step, dict[str, torch.Tensor]] = {}
         self._seen: dict[int, int] = {}  # memory of a deferred ``.grad`` -> version, as backward passes left it
+        self._kept: dict[str, bool] = {}  # deferred target -> whether it has a ``.grad`` of it
         self._zeros: dict[str, tuple[int, int]] = {}  # target -> both, where ``.grad`` is nothing but zeros of ours
         self._hooks: dict[str, Any] = {}
         self._failed = False  # in the middle of what it adds up
 
-    def apart(self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    def apart(
+        self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor, kept: Kept
+    ) -> dict[str, torch.Tensor]:
         """The gradients of a backward pass that sums none that can be deferred: zeros in their place."""
-        if not step.accumulation.deferred:
+        if not step.accumulation.deferred or kept is None:
             return step.backward(saved, tangent)
         self.forget_zeroed()
+        self._check_kept(kept)
+        self._kept |= {target: target in kept for target in step.accumulation.deferred}
         self._held.setdefault(step, {})
         self._failed = True
         gradients, self._held[step] = step.backward_apart(saved, tangent, self._held[step] or None)
         self._failed = False
-        for target in step.accumulation.deferred:
+        for target in kept.intersection(step.accumulation.deferred):
             share = self._shares[target]
             if target not in self._hooks:
                 self._hooks[target] = share.register_post_accumulate_grad_hook(partial(self._see, target))
@@ -56,8 +62,14 @@ class Unsummed:
             _hooked.append(register_optimizer_step_pre_hook(_before_step))
         return gradients
 
-    def together(self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor) -> dict[str, torch.Tensor]:
+    def together(
+        self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor, kept: Kept
+    ) -> dict[str, torch.Tensor]:
         """The gradients of a backward pass with all that earlier ones left."""
+        if kept is None:
+            return step.backward(saved, tangent)
+        self.forget_zeroed()
+        self._check_kept(kept)
         left = self.take()
         gradients = step.backward(saved, tangent, left.pop(step, None))
         for other, held in left.items():
@@ -68,7 +80,7 @@ class Unsummed:
     def take(self) -> dict[Step, dict[str, torch.Tensor]]:
         """What is held, which is somebody else's from now on; the zeros that stand for it are dropped."""
         self.forget_zeroed()
-        for target in {t for step in self._held for t in step.accumulation.deferred}:
+        for target in self._deferred():
             if self._zeros.get(target) == self._now(target):
                 self._shares[target].grad = None
         held = dict(self._held)
@@ -88,7 +100,7 @@ class Unsummed:
         """Drop what ``zero_grad()`` dropped. ProgramError if something else was done to gradients in the meantime."""
         if not self._held:
             return
-        deferred = {target for step in self._held for target in step.accumulation.deferred}
+        deferred = self._deferred()
         zeroed = {target for target in deferred if self._shares[target].grad is None}
         if zeroed == deferred:
             self._drop()
@@ -105,8 +117,22 @@ class Unsummed:
                 "complete; to start anew use zero_grad(set_to_none=True)"
             )
 
+    def _deferred(self) -> set[str]:
+        """Of what is held, what stands as zeros in a ``.grad``."""
+        return {target for target, kept in self._kept.items() if kept}
+
+    def _check_kept(self, kept: frozenset[str]) -> None:
+        for target, before in self._kept.items():
+            if before != (target in kept):
+                raise ProgramError(
+                    f"a backward pass under no_sync() {'added to' if before else 'left out'} the gradient of {target}, "
+                    f"and this one {'leaves it out' if before else 'adds to it'} (by requires_grad, or by inputs= of "
+                    "backward()): end the first batches with a pass outside of no_sync()"
+                )
+
     def _drop(self) -> None:
         self._held.clear()
+        self._kept.clear()
         self._zeros.clear()
         self._seen.clear()
         self._failed = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Signature:
         given = dict(call.named)
         for path in given:
             if path not in self.feeds:
-                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(self.feeds)}")
+                raise unexpected(path, self.feeds)
         self._check_constants(call)
         found: dict[str, torch.Tensor] = {}
         for path, feed in self.feeds.items():
@@ -86,7 +86,7 @@ class Signature:
             if path in self.feeds or (path not in known and value is None):
                 continue  # a tensor that is missing is named below
             if path not in known:
-                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(self.feeds)}")
+                raise unexpected(path, self.feeds)
             if known[path] != value and not (known[path] != known[path] and value != value):
                 raise ProgramError(
                     f"{path} is {value!r}, and the program was compiled with {known[path]!r}: what changes from step "
@@ -104,7 +104,7 @@ class Signature:
         for path, tensor in whole.named:
             feed = self.feeds.get(path)
             if feed is None:
-                raise ProgramError(f"unexpected input {path}; the program takes {', '.join(self.feeds)}")
+                raise unexpected(path, self.feeds)
             if tuple(tensor.shape) != feed.shape:
                 raise ProgramError(f"input {path}: the global batch is {feed.shape}, got {tuple(tensor.shape)}")
             piece = tensor if feed.layout is None else feed.layout.take(tensor, rank)
@@ -201,3 +201,11 @@ class ShareSampler(Sampler[list[int]]):
                 batch = layout.take(batch, number)
         mine: list[int] = batch.tolist()
         return mine
+
+
+def unexpected(path: str, takes: Iterable[str]) -> ProgramError:
+    """Of an argument that the example inputs did not have."""
+    return ProgramError(
+        f"unexpected input {path}; the program takes {', '.join(takes)}, as its example inputs had it: what only some "
+        "calls have must be in them as None"
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 from hap.capture.inputs import StepInputs
 from hap.errors import ProgramError
+from hap.runtime.data import unexpected
 
 MOST = 16  # forms of one program: what takes more values than that changes from step to step
 
@@ -34,7 +35,7 @@ def is_as(call: StepInputs, example: StepInputs, usual: StepInputs) -> bool:
     """Whether ``call`` is of the form of ``example``, as far as it says. ``usual``: what it leaves out."""
     known, given = example.constants, call.constants
     tensors, shares = ({path for path, _ in c.named} for c in (example, call))
-    if shares - tensors or tensors & given.keys():
+    if shares - tensors or tensors & given.keys() or (tensors - shares) & usual.constants.keys():
         return False
     for path, value in given.items():
         if not is_same(known[path], value) if path in known else value is not None:
@@ -78,7 +79,7 @@ def check_new(call: StepInputs, usual: StepInputs, known: Iterable[StepInputs], 
     tops = {top(path) for path in (*dict(usual.named), *usual.constants)}
     for path, value in (*call.named, *call.constants.items()):
         if top(path) not in tops and value is not None:
-            raise ProgramError(f"unexpected input {path}; the program takes {', '.join(sorted(tops))}")
+            raise unexpected(path, sorted(tops))
     before, now = usual.constants, call.constants
     changed = [path for path, value in now.items() if path not in before or not is_same(before[path], value)]
     if len({form_of(example) for example in known}) >= MOST:

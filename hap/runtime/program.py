@@ -204,8 +204,8 @@ class HapProgram(nn.Module):
             program(**last).backward()      # sums what all of them left
 
         Gradients that only consist of sums over the ranks are then added up by every rank for itself, whole, and
-        summed once; the memory for that is not in the plan. Until then their ``.grad`` is zeros, and clipping them or
-        an optimizer's step is a ProgramError. On every rank alike.
+        summed once; the memory for that is not in the plan. Until then their ``.grad`` is zeros, and clipping them, an
+        optimizer's step, or a backward pass for other parameters is a ProgramError. On every rank alike.
         """
         before, self._sums = self._sums, False
         try:

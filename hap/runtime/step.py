@@ -18,6 +18,7 @@ import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
+from hap.capture.torch_private import is_added_to_grad
 from hap.codegen.accumulate import Accumulation, find_accumulation
 from hap.codegen.fx import to_forward_module, to_graph_modules, to_loss_module, to_part_module
 from hap.codegen.late import late_loss
@@ -28,7 +29,8 @@ from hap.runtime.late import LateTensor
 
 Tensors = Mapping[str, torch.Tensor]
 PartName = Literal["first", "further", "together", "remainder"]
-Backward = Callable[["Step", dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]
+Kept = frozenset[str] | None  # gradients that a backward pass adds to ``.grad``; None: it hands them out
+Backward = Callable[["Step", dict[str, torch.Tensor], torch.Tensor, Kept], dict[str, torch.Tensor]]
 
 
 class Step:
@@ -156,7 +158,7 @@ class Step:
 
 class RunStep(torch.autograd.Function):
     """``apply(step, sources, updates, names, backward, *trainable shares) -> loss``; buffer updates are put into
-    ``updates``. ``backward(step, saved, tangent)`` makes the gradients."""
+    ``updates``. ``backward(step, saved, tangent, kept)`` makes the gradients."""
 
     @staticmethod
     def forward(
@@ -170,7 +172,7 @@ class RunStep(torch.autograd.Function):
     ) -> torch.Tensor:
         loss, found, saved = step.forward(sources)
         updates.update(found)
-        ctx.step, ctx.saved, ctx.names, ctx.make = step, saved, names, backward
+        ctx.step, ctx.saved, ctx.names, ctx.make, ctx.trainable = step, saved, names, backward, trainable
         ctx.versions = step.versions(sources)
         ctx.arrival = loss.arrival if isinstance(loss, LateTensor) else None
         return loss
@@ -184,10 +186,24 @@ class RunStep(torch.autograd.Function):
         for name, version in ctx.versions.items():
             if saved[name]._version != version:
                 raise ProgramError(f"{name} was written between the step's forward and its backward")
-        gradients = ctx.make(ctx.step, saved, tangent)
+        gradients = ctx.make(ctx.step, saved, tangent, _kept(ctx))
         if ctx.arrival is not None:
             ctx.arrival.value()  # it is here by now; nothing is left under way when a step ends
         return (None, None, None, None, None, *(gradients.get(name) for name in ctx.names))
+
+
+def _kept(ctx: Any) -> Kept:
+    """Not those of parameters that were frozen since they were compiled, nor of such as ``backward(inputs=...)`` leaves
+    out."""
+    found = set()
+    for name, share, (node, _) in zip(ctx.names, ctx.trainable, ctx.next_functions[-len(ctx.names) :], strict=True):
+        if node is not None and share.requires_grad:
+            added = is_added_to_grad(node)
+            if added is None:
+                return None
+            if added:
+                found.add(name)
+    return frozenset(found)
 
 
 def _not_alone(gradients: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

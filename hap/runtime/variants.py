@@ -8,6 +8,7 @@ where that can be, the ranks agree by one small sum.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from hap.codegen.layout import Layout
 from hap.codegen.program import Program
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator, Pace
-from hap.runtime.data import Signature
+from hap.runtime.data import Signature, unexpected
 from hap.runtime.forms import Form, check_new, filled, form_of, is_another, is_as
 from hap.runtime.step import Step
 
@@ -113,7 +114,7 @@ class Variants:
         self._comm, self._usual = first.built.comm, example
         self._examples = {key_of(example): example}
         self._built = {(key_of(example), training): first}
-        self._doubtful: dict[tuple[tuple[Key, ...], bool], bool] = {}
+        self._doubtful: dict[tuple[tuple[Key, ...], frozenset[str], bool], bool] = {}
 
     def choose(self, call: StepInputs, training: bool) -> Variant:
         """The one that ``call``, this rank's share, is for; if none is, one that says what is wrong with it. What is
@@ -145,7 +146,7 @@ class Variants:
             return keys[0]
         known = [self._any(key, training).signature for key in keys]
         fits = [int(_fits(signature, call, self._comm.rank)) for signature in known]
-        if self._are_doubtful(tuple(keys), training):
+        if self._are_doubtful(tuple(keys), frozenset(path for path, _ in call.named), training):
             fits = self._agreed(fits)
         return keys[fits.index(1) if 1 in fits else 0]
 
@@ -230,17 +231,20 @@ class Variants:
         if self._rebuild is None:
             raise ProgramError(f"not compiled for {what}, and made without its model: use hap.compile")
 
-    def _are_doubtful(self, keys: tuple[Key, ...], training: bool) -> bool:
-        """Whether on any rank two of them take shares of the same shape, as far as is known: of other hosts it is not.
-        Alike on every rank."""
+    def _are_doubtful(self, keys: tuple[Key, ...], paths: frozenset[str], training: bool) -> bool:
+        """Whether on any rank two of them take shares of the same shapes where a call has tensors, as far as is known:
+        of other hosts it is not. Alike on every rank."""
         if self._everyone is not self._comm:
             return True
-        if (keys, training) not in self._doubtful:
+        asked = keys, paths, training
+        if asked not in self._doubtful:
             known = [self._any(key, training).signature for key in keys]
-            ranks = range(self._comm.world_size)
-            seen = [[signature.local_shapes(rank) for signature in known] for rank in ranks]
-            self._doubtful[keys, training] = any(len(set(shapes)) < len(shapes) for shapes in seen)
-        return self._doubtful[keys, training]
+            self._doubtful[asked] = any(
+                _are_alike(one, other, paths, rank)
+                for one, other in itertools.combinations(known, 2)
+                for rank in range(self._comm.world_size)
+            )
+        return self._doubtful[asked]
 
     def _agreed(self, fits: list[int]) -> list[int]:
         """1 where all ranks say so."""
@@ -261,7 +265,7 @@ def _check(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
     """A new shape must name every input, each with the dtype and number of dims it was compiled with."""
     for path in given:
         if path not in expected:
-            raise ProgramError(f"unexpected input {path}; the program takes {', '.join(expected)}")
+            raise unexpected(path, expected)
     for path, like in expected.items():
         if path not in given:
             raise ProgramError(f"input {path} is missing: a batch of a new shape must be given whole")
@@ -275,6 +279,12 @@ def _check(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
 def _fits(signature: Signature, call: StepInputs, rank: int) -> bool:
     shapes = dict(signature.local_shapes(rank))
     return all(shapes.get(path, tuple(tensor.shape)) == tuple(tensor.shape) for path, tensor in call.named)
+
+
+def _are_alike(one: Signature, other: Signature, paths: frozenset[str], rank: int) -> bool:
+    """Whether a rank's share may be one of either, by what both of them read of a call that has tensors there."""
+    shapes = dict(other.local_shapes(rank))
+    return all(shapes.get(path, shape) == shape for path, shape in one.local_shapes(rank) if path in paths)
 
 
 def without_data(call: StepInputs) -> StepInputs:

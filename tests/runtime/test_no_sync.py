@@ -23,6 +23,7 @@ from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.mesh import MeshProgram
 from hap.runtime.program import HapProgram
+from hap.runtime.state import whole_tensor
 from hap.runtime.step import Step
 from tests._support import cases, gpt2
 from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
@@ -210,6 +211,15 @@ def misuse(rank: int, plan: Plan) -> list[str]:
     tell(program(x, targets=y).backward)
     program.zero_grad()
     tell(program(x, targets=y).backward)
+    weight = program.get_parameter("outward.weight")
+    unsummed()
+    tell(lambda: program(x, targets=y).backward(inputs=[p for p in program.parameters() if p is not weight]))
+    weight.requires_grad_(False)
+    unsummed()
+    weight.requires_grad_(True)
+    tell(program(x, targets=y).backward)
+    program.zero_grad()
+    tell(program(x, targets=y).backward)
     return said
 
 
@@ -229,6 +239,9 @@ def test_incomplete_gradients_are_refused() -> None:
                 r"was dropped between backward passes under no_sync(), that of",
                 r"",
                 r"a backward pass under no_sync() did not come to its end: zero_grad(), and start anew",
+                r"",
+                r"under no_sync() added to the gradient of outward.weight, and this one leaves it out (by",
+                r"under no_sync() left out the gradient of outward.weight, and this one adds to it (by",
                 r"",
             ),
             strict=True,
@@ -288,6 +301,36 @@ def add_by_hand(rank: int, plan: Plan) -> float:
 def test_other_terms_of_a_loss_are_added() -> None:
     assert max(run_ranks(3, add_by_hand, cases.data_parallel((5, 2, 1)))) < TOLERANCE
     assert max(run_ranks(3, add_by_hand, cases.zero((5, 2, 1)))) < TOLERANCE
+
+
+def leave_out(rank: int, plan: Plan, frozen: bool) -> float:
+    """A parameter that was frozen after the program was compiled, or that no pass is for; gradients of another batch
+    that are handed out in the midst are summed, and nothing of what waits."""
+    program, model, worst = compiled(plan, language), gpt2.build(), 0.0
+    left = next(n for n, p in model.named_parameters() if p.dim() == 2 and "mlp" in n)
+    for module in (program, model):
+        module.get_parameter(left).requires_grad_(not frozen)
+    names = [n for n, _ in model.named_parameters() if n != left]
+    slots = {slot.name: slot for slot in program._tensors.slots}
+    for place in range(4):
+        x, y = language(place)
+        share, targets = program.shard_batch((x,), y)
+        with nullcontext() if place == 3 else program.no_sync():
+            losses = program(*share, targets=targets), gpt2.lm_loss(model(x), y)
+        both = [(loss, [m.get_parameter(n) for n in names]) for loss, m in zip(losses, (program, model), strict=True)]
+        if place == 1:
+            for name, found, expected in zip(names, *(torch.autograd.grad(*one) for one in both), strict=True):
+                worst = max(worst, apart(whole_tensor(slots[name], found, program._comm), expected))
+        else:
+            for loss, parameters in both:
+                loss.backward(inputs=None if frozen else parameters)
+    return max(worst, worst_gradient(program, model))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_left_out_of_all_passes_stays_out_and_what_is_handed_out_is_summed(frozen: bool) -> None:
+    assert max(run_ranks(3, leave_out, cases.data_parallel((5, 2, 1)), frozen)) < TOLERANCE
+    assert max(run_ranks(3, leave_out, cases.zero((5, 2, 1)), frozen)) < TOLERANCE
 
 
 def test_on_one_rank_nothing_waits() -> None:

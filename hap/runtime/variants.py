@@ -239,10 +239,11 @@ class Variants:
         asked = keys, paths, training
         if asked not in self._doubtful:
             known = [self._any(key, training).signature for key in keys]
+            seen = ([dict(s.local_shapes(rank)) for s in known] for rank in range(self._comm.world_size))
             self._doubtful[asked] = any(
-                _are_alike(one, other, paths, rank)
-                for one, other in itertools.combinations(known, 2)
-                for rank in range(self._comm.world_size)
+                _may_be_either(one, other, paths)
+                for shapes in seen
+                for one, other in itertools.combinations(shapes, 2)
             )
         return self._doubtful[asked]
 
@@ -281,10 +282,9 @@ def _fits(signature: Signature, call: StepInputs, rank: int) -> bool:
     return all(shapes.get(path, tuple(tensor.shape)) == tuple(tensor.shape) for path, tensor in call.named)
 
 
-def _are_alike(one: Signature, other: Signature, paths: frozenset[str], rank: int) -> bool:
-    """Whether a rank's share may be one of either, by what both of them read of a call that has tensors there."""
-    shapes = dict(other.local_shapes(rank))
-    return all(shapes.get(path, shape) == shape for path, shape in one.local_shapes(rank) if path in paths)
+def _may_be_either(one: Mapping[str, Any], other: Mapping[str, Any], paths: frozenset[str]) -> bool:
+    """Whether shares have these shapes in both, as far as both read what a call has at these paths."""
+    return all(one[path] == other[path] for path in paths & one.keys() & other.keys())
 
 
 def without_data(call: StepInputs) -> StepInputs:

@@ -25,7 +25,7 @@ import hap
 from benchmarks.zoo_models.reference import SameDraws
 from hap.capture import capture
 from hap.mesh_plan import MeshPlan
-from hap.plan import Plan
+from hap.plan import Plan, Recomputed
 from hap.rules.choices import choices
 from hap.runtime.mesh import MeshProgram
 from hap.runtime.state import whole_tensor
@@ -80,7 +80,7 @@ def example() -> Data:
 
 
 def draw_plan(source: random.Random, world: int, two_axes: bool) -> Plan | MeshPlan:
-    """Strategies and sizes at random, or everything cut along its first dim."""
+    """Strategies, sizes and what is computed again at random, or everything cut along its first dim."""
     graph = capture(build(), example(), outputs=("out",))
     if two_axes:
         hosts = source.choice(HOSTS[world])
@@ -94,7 +94,10 @@ def draw_plan(source: random.Random, world: int, two_axes: bool) -> Plan | MeshP
         sizes = sizes_for(found, (*(source.randint(0, 4) for _ in range(world - 1)), 3))
     else:
         strategies, sizes = random_strategies(found, source), random_sizes(found, world, source)
-    return make_plan(found, strategies, sizes, regather=regather, world_size=world)
+    forward = [n.name for n in graph.nodes if n.phase == "forward" and not n.is_source]
+    again = tuple(name for name in forward if source.random() < 0.7) if source.random() < 0.3 else ()
+    recomputed = [Recomputed(block="model", what="all", calls=again)] if again else []
+    return make_plan(found, strategies, sizes, regather=regather, recomputed=recomputed, world_size=world)
 
 
 def compiled(plan: Plan | MeshPlan, seed: int = 0) -> hap.HapProgram:

@@ -20,7 +20,8 @@ def why_infeasible(facts: Facts, closest: Evaluation | None, *, pinned: bool) ->
     parameters = [n for n in facts.graph.sources("parameter") if n.target in facts.graph.gradients]
     numbers = sum(n.meta.numel for n in parameters)
     state = state_bytes(facts.graph, facts.optimizer)
-    total = f"the {len(usable)} devices hold {format_size(sum(usable))} after the reserve ({_kinds(facts.cluster)})"
+    all_of_them = "the device holds" if len(usable) == 1 else f"the {len(usable)} devices hold"
+    total = f"{all_of_them} {format_size(sum(usable))} after the reserve ({_kinds(facts.cluster)})"
     needs = f"{_count(numbers)} parameters, their gradients and {facts.optimizer} state need {format_size(state)}"
     if state > sum(usable):
         return f"{needs}; {total}"

@@ -76,6 +76,8 @@ def test_says_in_numbers_what_does_not_fit() -> None:
         InfeasibleError, match=r"^8\.39M parameters, their gradients and .* need .*hold 36MB .*\(2 gpu\)$"
     ):
         plan_graph(STATE_BOUND, cluster((10, "20MB"), (10, "20MB")))
+    with pytest.raises(InfeasibleError, match=r"; the device holds 18MB after the reserve \(1 gpu\)$"):
+        plan_graph(STATE_BOUND, cluster((10, "20MB")))
     with pytest.raises(InfeasibleError, match=r"devices hold 99MB"):
         plan_graph(STATE_BOUND, cluster((10, "55MB"), (10, "55MB")))
 

@@ -9,7 +9,7 @@ for the same parameters. ``torch.autograd.grad`` has nothing to do with it: it i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,10 +36,10 @@ class Unsummed:
         self._failed = False  # in the middle of what it adds up
 
     def apart(
-        self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor, kept: Kept
+        self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor, keeps: Callable[[], Kept]
     ) -> dict[str, torch.Tensor]:
         """The gradients of a backward pass that sums none that can be deferred: zeros in their place."""
-        if not step.accumulation.deferred or kept is None:
+        if not step.accumulation.deferred or (kept := keeps()) is None:
             return step.backward(saved, tangent)
         self.forget_zeroed()
         self._check_kept(kept)
@@ -63,10 +63,10 @@ class Unsummed:
         return gradients
 
     def together(
-        self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor, kept: Kept
+        self, step: Step, saved: dict[str, torch.Tensor], tangent: torch.Tensor, keeps: Callable[[], Kept]
     ) -> dict[str, torch.Tensor]:
         """The gradients of a backward pass with all that earlier ones left."""
-        if kept is None:
+        if not self._held or (kept := keeps()) is None:
             return step.backward(saved, tangent)
         self.forget_zeroed()
         self._check_kept(kept)
@@ -127,7 +127,7 @@ class Unsummed:
                 raise ProgramError(
                     f"a backward pass under no_sync() {'added to' if before else 'left out'} the gradient of {target}, "
                     f"and this one {'leaves it out' if before else 'adds to it'} (by requires_grad, or by inputs= of "
-                    "backward()): end the first batches with a pass outside of no_sync()"
+                    "backward()): end the first batches with a pass outside of no_sync(), or zero_grad()"
                 )
 
     def _drop(self) -> None:

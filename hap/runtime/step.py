@@ -30,7 +30,7 @@ from hap.runtime.late import LateTensor
 Tensors = Mapping[str, torch.Tensor]
 PartName = Literal["first", "further", "together", "remainder"]
 Kept = frozenset[str] | None  # gradients that a backward pass adds to ``.grad``; None: it hands them out
-Backward = Callable[["Step", dict[str, torch.Tensor], torch.Tensor, Kept], dict[str, torch.Tensor]]
+Backward = Callable[["Step", dict[str, torch.Tensor], torch.Tensor, Callable[[], Kept]], dict[str, torch.Tensor]]
 
 
 class Step:
@@ -186,7 +186,7 @@ class RunStep(torch.autograd.Function):
         for name, version in ctx.versions.items():
             if saved[name]._version != version:
                 raise ProgramError(f"{name} was written between the step's forward and its backward")
-        gradients = ctx.make(ctx.step, saved, tangent, _kept(ctx))
+        gradients = ctx.make(ctx.step, saved, tangent, partial(_kept, ctx))
         if ctx.arrival is not None:
             ctx.arrival.value()  # it is here by now; nothing is left under way when a step ends
         return (None, None, None, None, None, *(gradients.get(name) for name in ctx.names))

@@ -40,7 +40,7 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 
 # A file's tests stay together, as they share what was made for them.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile -m "not long" $(ARGS)
 
 # mypy sees the rooms as the one package that they install as: a tree of links, checked from inside so that nothing else
 # named `hap` is found first.

@@ -3,7 +3,7 @@
 Good files: plans of the planner (data parallel, ZeRO, tensor parallel by pins) and random sound plans of a small model
 with a norm, a softmax and a transpose, and plans of a two-layer GPT-2. Each is mutated (``tests/_support/mutate.py``),
 most with a fresh checksum. What loads is lowered; what lowers is run in lockstep, every value compared with one
-device's. CI draws 1,000; ``-m slow`` the rest of 12,000.
+device's. CI draws 1,000; ``-m long`` the rest of 12,000.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def test_a_thousand_mutations() -> None:
     assert became["refused as a file"] > 200 and became["refused for the graph"] > 100 and became["run"] > 50
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_eleven_thousand_more(seed: int) -> None:

@@ -172,7 +172,7 @@ def test_all_that_fits_is_too_little() -> None:
 
 
 def test_a_host_that_cannot_hold_the_parameters_is_named() -> None:
-.*the device holds") as said:
+    with pytest.raises(InfeasibleError, match=r"^host 'host1' with one sample of the batch: .*device holds") as said:
         quick(DEEP, cluster((1,), (1,), memory=("1GB", "50kB")))
     assert "\n" not in str(said.value)
 

@@ -15,7 +15,7 @@ SOURCES := hap cost_models search codegen tests benchmarks examples docs setup.p
 
 help:
 	@echo "make demo    measure four unequal devices, plan GPT-2 for them and train it here (no GPU needed)"
-	@echo "make test    lint, type-check, run every test"
+	@echo "make test    lint, type-check, run the tests"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff rewrite imports and layout"
 	@echo "make docs    build the documentation into .cache/site"

@@ -42,12 +42,11 @@ from hap.graph import Graph
 from hap.plan import Strategy
 from hap.runtime.collectives import Communicator
 from hap.runtime.emulate import Core
-from hap.runtime.profile_ops import Clock, time_calls
+from hap.runtime.profile_ops import TOO_NOISY, Clock, time_calls
 from hap.runtime.profile_step import GraphTiming, ShareTiming, overheads, time_graph, time_share
 from hap.runtime.profile_wire import measure_collectives, measure_links
 
 MATRICES = ((64, 64), (256, 1024), (512, 2048))  # float32, whose update by Muon is timed
-TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
 SAME_KIND = 0.1  # a rank whose calls take this much more or less than its kind's has a factor of its own
 
 Candidates = Mapping[str, Sequence[Strategy]]

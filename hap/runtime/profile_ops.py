@@ -31,6 +31,7 @@ from hap.runtime.emulate import Core
 SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of a group; the whole is measured by the replicated call
 REPEATS = 5
 TRIES = 3
+TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
 ENOUGH_S = 4e-3  # of one call: after this long and three times, no more repeats
 
 

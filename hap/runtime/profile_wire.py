@@ -24,7 +24,7 @@ from hap.cost_models.profile import LinkProfile, ProfileError
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
 from hap.plan import Collective
 from hap.runtime.collectives import Communicator
-from hap.runtime.profile_ops import Clock
+from hap.runtime.profile_ops import TOO_NOISY, TRIES, Clock
 
 ATOMS = 16  # of the measured values, per side
 VALUE_BYTES = tuple(1 << k for k in (10, 14, 16, 17, 18, 19, 20))  # closely about the segments of ``hap.routes``
@@ -154,7 +154,8 @@ def _ask(source: int, device: torch.device, repeats: int) -> dict[int, list[floa
 def link_times(answer_s: Callable[[int], float], repeats: int) -> dict[int, list[float]]:
     """Seconds from asking to having an answer of one byte, of so many that it takes ``LONG`` times as long, and of
     sizes in between (``PARTS``); ``answer_s`` asks for one. They take turns, since empty answers in a row may each wait
-    for the scheduler's tick; the first answer of a size is not kept."""
+    for the scheduler's tick; the first answer of a size is not kept. Where large ones differ by more than ``TOO_NOISY``,
+    as when something else ran for a moment, all are asked for again, ``TRIES`` times at most."""
     empty: list[float] = []
 
     def after_an_empty_one_s(size: int) -> float:
@@ -167,7 +168,10 @@ def link_times(answer_s: Callable[[int], float], repeats: int) -> dict[int, list
     while after_an_empty_one_s(size) < LONG * min(empty) and size < MOST_LINK_BYTES:
         size *= 4
     sizes = [int(size * part) for part in PARTS] + [size]
-    rounds = [[after_an_empty_one_s(s) for s in sizes] for _ in range(repeats)]
+    for _ in range(TRIES):
+        rounds = [[after_an_empty_one_s(s) for s in sizes] for _ in range(repeats)]
+        if _spread([large for *_, large in rounds]) <= TOO_NOISY:
+            break
     return {1: empty} | dict(zip(sizes, map(list, zip(*rounds, strict=True)), strict=True))
 
 
@@ -181,16 +185,21 @@ def fit_link(source: int, target: int, seconds: Mapping[int, Sequence[float]]) -
         raise ProfileError(
             f"link from rank {source} to {target}: {size} bytes took no longer than one; nothing can be measured"
         )
-    spread = statistics.median(abs(s - large) for s in seconds[size]) / large
     rate = size / (large - trip)
     return LinkProfile(
         source=source,
         target=target,
         latency_s=trip / 2,
         bytes_per_s=rate,
-        spread=spread,
+        spread=_spread(seconds[size]),
         delays=tuple((s, max(0.0, middle[s] - trip - s / rate)) for s in sorted(middle) if 1 < s < size),
     )
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """The median of how far they are from their median, as a part of it."""
+    middle = statistics.median(seconds)
+    return statistics.median(abs(s - middle) for s in seconds) / middle
 
 
 def measure_collectives(

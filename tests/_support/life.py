@@ -203,7 +203,7 @@ class Job:
 
     def add_up(self) -> None:
         if isinstance(self.program, MeshProgram):
-            return
+            return  # has no ``no_sync()``
         with self.program.no_sync():
             for _ in range(self.source.randint(1, 3)):
                 for loss in self._losses():

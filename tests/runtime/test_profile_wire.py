@@ -50,6 +50,23 @@ def test_a_fast_link_is_asked_for_more_until_bytes_outweigh_the_round_trip() -> 
     assert fit_link(0, 1, seconds).bytes_per_s == pytest.approx(50e9, rel=1e-6)
 
 
+@pytest.mark.parametrize(("disturbed", "spread", "answers"), [(0, 0.0, 3), (3, 0.0, 6), (99, 0.9, 9)])
+def test_a_link_that_was_disturbed_is_asked_again_and_one_that_is_in_use_stays_so(
+    disturbed: int, spread: float, answers: int
+) -> None:
+    """Of the large answers that count, so many take other times than the link does."""
+    large = -2  # two are to find the size
+
+    def answer_s(size: int) -> float:
+        nonlocal large
+        large += size == MB
+        factor = (1.0, 10.0, 19.0)[(large - 1) % 3] if 0 < large <= disturbed else 1.0
+        return 0.25e-3 + size / 25e6 * (factor if size == MB else 1.0)
+
+    found = fit_link(0, 1, link_times(answer_s, 3))
+    assert large == answers and found.spread == pytest.approx(spread, abs=0.01)
+
+
 def test_the_rate_is_of_the_median_and_the_spread_is_stated() -> None:
     found = fit_link(2, 3, {1: [0.003, 0.002], MB: [0.102, 0.110, 0.502]})
     assert (found.source, found.target, found.latency_s) == (2, 3, 0.001)

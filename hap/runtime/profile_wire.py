@@ -154,8 +154,8 @@ def _ask(source: int, device: torch.device, repeats: int) -> dict[int, list[floa
 def link_times(answer_s: Callable[[int], float], repeats: int) -> dict[int, list[float]]:
     """Seconds from asking to having an answer of one byte, of so many that it takes ``LONG`` times as long, and of
     sizes in between (``PARTS``); ``answer_s`` asks for one. They take turns, since empty answers in a row may each wait
-    for the scheduler's tick; the first answer of a size is not kept. Where large ones differ by more than ``TOO_NOISY``,
-    as when something else ran for a moment, all are asked for again, ``TRIES`` times at most."""
+    for the scheduler's tick; the first answer of a size is not kept. Where large ones differ by more than
+    ``TOO_NOISY``, as when something else ran for a moment, all are asked for again, ``TRIES`` times at most."""
     empty: list[float] = []
 
     def after_an_empty_one_s(size: int) -> float:

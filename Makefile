@@ -10,12 +10,13 @@ PINS    := $(VENV)/constraints.txt
 TYPED   := .cache/typed
 SOURCES := hap cost_models search codegen tests benchmarks examples docs setup.py
 
-.PHONY: help venv test lint format demo docs readme golden wheel clean
+.PHONY: help venv test test-long lint format demo docs readme golden wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    measure four unequal devices, plan GPT-2 for them and train it here (no GPU needed)"
 	@echo "make test    lint, type-check, run the tests"
+	@echo "make test-long   the tests that make test leaves out, as they take minutes"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff rewrite imports and layout"
 	@echo "make docs    build the documentation into .cache/site"
@@ -41,6 +42,9 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 # A file's tests stay together, as they share what was made for them.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile -m "not long" $(ARGS)
+
+test-long: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m long $(ARGS)
 
 # mypy sees the rooms as the one package that they install as: a tree of links, checked from inside so that nothing else
 # named `hap` is found first.

@@ -25,6 +25,7 @@ WARM = (
     "hap.api",
     "tests._support.gpt2",
     "tests._support.ranks",
+    "tests._support.warm",
 )
 DEADLINE_S = 100.0
 COLLECTIVE_S = 60.0

@@ -94,7 +94,9 @@ def train_one(program: hap.HapProgram, data: Data, batches: int) -> list[float]:
     return [*found, *(apart(state[n].double(), v.detach().double()) for n, v in expected.items() if n != "inward.bias")]
 
 
-@pytest.mark.parametrize(("data", "batches"), [(batch, 2), (language, 2), (language, 4)])
+@pytest.mark.parametrize(
+    ("data", "batches"), [(batch, 2), pytest.param(language, 2, marks=pytest.mark.long), (language, 4)]
+)
 def test_it_trains_by_the_papers_equations(data: Data, batches: int) -> None:
     """With a schedule, clipping, batches of two shapes, dropout and batch norm."""
     plans = net_plans()

@@ -161,7 +161,12 @@ def assert_same(results: list[Any], expected: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "first", "second"),
-    [("adamw", (1, 3), (2, 2)), ("fused", (3, 2), (4, 3)), ("momentum", (5, 3), (6, 4)), ("sgd", (7, 2), (8, 1))],
+    [
+        ("adamw", (1, 3), (2, 2)),
+        ("fused", (3, 2), (4, 3)),
+        pytest.param("momentum", (5, 3), (6, 4), marks=pytest.mark.long),
+        ("sgd", (7, 2), (8, 1)),
+    ],
 )
 def test_another_plan_on_other_ranks_goes_on(kind, first, second, tmp_path):
     (seed, ranks), (other_seed, other_ranks) = first, second

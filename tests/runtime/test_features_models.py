@@ -175,7 +175,7 @@ def compile_it(rank: int, plan: Plan, backend: str) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "inductor"])
 def test_torch_compile_over_a_program_changes_nothing(backend: str) -> None:
     found = choices(capture(heads(), batch(0)))
     inputs = {"kwargs.x": (0, BATCH), "kwargs.labels": (0, BATCH)}

@@ -264,7 +264,8 @@ ALONE = """  - name: alone
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batches", "seed"), [((2, 1), (5, 3), None), ((1, 2), (2, 6), 5), ((2, 2), (4, 4), 6)]
+    ("ranks", "batches", "seed"),
+    [((2, 1), (5, 3), None), pytest.param((1, 2), (2, 6), 5, marks=pytest.mark.long), ((2, 2), (4, 4), 6)],
 )
 def test_other_batches_evaluation_and_other_calls_are_one_devices(ranks, batches, seed):
     """The losses of two tasks in turns, of smaller batches, and of evaluation between them."""

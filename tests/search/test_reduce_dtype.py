@@ -216,8 +216,10 @@ def held(rank: int, plan: Plan, batches: int) -> tuple[int, int]:
     return most, sum(n for kind, n in plan.predicted.memory_by_kind[rank].items() if kind != "optimizer")
 
 
-@pytest.mark.parametrize("batches", [1, 3])
-@pytest.mark.parametrize("name", ["data", "zero"])
+@pytest.mark.parametrize(
+    ("name", "batches"),
+    [("data", 3), ("zero", 1), *(pytest.param(*both, marks=pytest.mark.long) for both in (("data", 1), ("zero", 3)))],
+)
 def test_the_ledger_holds_what_is_rounded(name: str, batches: int) -> None:
     """Never less than a rank holds, but for a bundle, whose sums are there until the last of them is widened."""
     found = choices(narrowed(two_layers.graph(torch.float32), torch.bfloat16))

@@ -15,9 +15,9 @@ from hap.graph import Graph, Value
 from hap.hosts_sum import HOSTS_SUM
 from hap.placement import GroupSizes, Shard, take_shard
 from hap.plan import Strategy
-from hap.rules.choices import Choices, choices
+from hap.rules.choices import Choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph
-from tests.zoo.lockstep import SEED, captured
+from tests.zoo.lockstep import SEED, possible
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def hosts_error(case: Case, ratios: Sequence[int]) -> tuple[float, str]:
     """The worst relative error, of any host, against one device with the batch dealt to hosts by ``ratios``, each at
     least one."""
-    found = choices(captured(case))
+    found = possible(case)
     graph, strategies, sizes = found.graph, deal_batch(found), batch_sizes(found, ratios)
     assert _shared(graph, strategies), "a product of activations runs whole on every host: nothing is compared"
     graphs = [host_graph(graph, strategies, sizes, host, 1) for host in range(len(ratios))]

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from benchmarks.zoo_models.reference import one_device, worst_error
-from hap.rules.choices import choices
 from tests._support.plans import sizes_for
-from tests.zoo.lockstep import batch_strategies, captured, case_of, drawn, random_error, run
+from tests.zoo.lockstep import batch_strategies, case_of, drawn, possible, random_error, run
 
 BATCH, WIDTH = 8, 6
 
@@ -49,6 +48,6 @@ def case(model, shape=(BATCH, WIDTH)):
 
 def worst(found, plans=3):
     """The batch dealt unevenly, then any strategies."""
-    made = choices(captured(found))
+    made = possible(found)
     dealt = run(found, made, batch_strategies(made), sizes_for(made, (5, 2, 1), {BATCH: (5, 2, 1)}))
     return max(worst_error(dealt, one_device(found, 5))[0], *(random_error(found, seed)[0] for seed in range(plans)))

@@ -24,9 +24,10 @@ KINDS = {
     "swinv2": "images",  # shifted windows
     "xlnet": "language",  # relative positions
 }
+LONG = ("bamba", "rwkv")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in KINDS])
 def test_a_family_equals_one_device(name):
     found = compared(build(KINDS[name], name))
     assert found["error"] <= TOLERANCE, found["where"]

@@ -11,10 +11,9 @@ from torch.nn import functional
 from benchmarks.zoo_models.reference import Outcome, kept, worst_error
 from hap.capture import capture
 from hap.errors import CaptureError
-from hap.rules.choices import choices
 from tests._support.plans import random_sizes, random_strategies, sizes_for
 from tests.zoo.layers import BATCH, WIDTH
-from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, case_of, drawn, run
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, case_of, drawn, possible, run
 
 
 class Net(nn.Module):
@@ -37,7 +36,7 @@ def worst(model, loss_fn):
     """The batch dealt unevenly, then any strategies, against the model itself, which nobody copied."""
     x, t = drawn(BATCH, WIDTH), drawn(BATCH, WIDTH, seed=1)
     case = case_of(model, x, loss_fn, t)
-    made, source = choices(captured(case)), random.Random(0)
+    made, source = possible(case), random.Random(0)
     plans = [(batch_strategies(made), sizes_for(made, (5, 2, 1), {BATCH: (5, 2, 1)}))]
     plans += [(random_strategies(made, source), random_sizes(made, 3, source)) for _ in range(3)]
     found = [run(case, made, *plan) for plan in plans]

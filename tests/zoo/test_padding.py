@@ -7,9 +7,8 @@ from torch import nn
 from torch.nn import functional
 
 from hap.placement import Shard
-from hap.rules.choices import choices
 from tests.zoo.layers import BATCH, WIDTH, Model, case, worst
-from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, possible
 
 ROWS, IMAGES = (BATCH, WIDTH), (BATCH, 4, WIDTH)
 WINDOW = torch.hann_window(4, dtype=torch.float64)
@@ -43,7 +42,7 @@ DEALT_OUT = {
 def test_sequences_are_dealt_out(name):
     then, shape = DEALT_OUT[name]
     found = case(Model(then), shape)
-    made = choices(captured(found))
+    made = possible(found)
     dealt = batch_strategies(made)
     padded = [n.name for n in made.graph.nodes if "pad" in n.op or "fft" in n.op or "cat" in n.op]
     assert padded and all(isinstance(dealt[name].inputs[0], Shard) for name in padded)

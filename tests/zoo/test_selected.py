@@ -10,9 +10,8 @@ from torch.nn import functional
 from hap.capture import capture, interpret, source_values
 from hap.errors import CaptureError
 from hap.placement import Shard
-from hap.rules.choices import choices
 from tests.zoo.layers import BATCH, WIDTH, Model, case, worst
-from tests.zoo.lockstep import TOLERANCE, batch_strategies, captured, drawn, labels
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, drawn, labels, possible
 
 LENGTH = 4
 SHAPE = (BATCH, LENGTH, WIDTH)
@@ -182,7 +181,7 @@ EQUAL = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_it_equals_one_device(name):
     found = case(Model(lambda y: EQUAL[name](y)), SHAPE)
-    made = choices(captured(found))
+    made = possible(found)
     dealt = batch_strategies(made)
     products = [n.name for n in made.graph.nodes if n.op == "aten.mm.default" and n.phase == "forward"]
     assert any(isinstance(p, Shard) for p in dealt[products[0]].inputs), "the batch is not dealt out"

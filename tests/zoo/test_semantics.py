@@ -13,9 +13,8 @@ from hap.capture import capture
 from hap.codegen.lowering import lower
 from hap.codegen.program import Convert
 from hap.placement import Shard
-from hap.rules.choices import choices
 from tests._support.plans import greedy_strategies, make_plan, sizes_for
-from tests.zoo.lockstep import SEED, TOLERANCE, captured, case_of, data_parallel_error, drawn, labels, run
+from tests.zoo.lockstep import SEED, TOLERANCE, captured, case_of, data_parallel_error, drawn, labels, possible, run
 
 BATCH, CLASSES = 8, 5
 SIZES = [(5, 2, 1), (0, 6, 2)]
@@ -156,7 +155,7 @@ def test_a_check_of_values_leaves_no_trace():
 def test_experts_are_dealt_unevenly_and_stay_where_they_are(name):
     """Expert parallelism: five experts as 3, 2, 0; their weights are never gathered."""
     found = find(name).build("small")
-    made = choices(captured(found))
+    made = possible(found)
     experts = {n.target: (0, 5) for n in made.graph.sources("parameter") if n.target.endswith((".up", ".down"))}
     batch = {"args.0": (0, 7), "targets.0": (0, 7)}
     strategies = greedy_strategies(made, {**experts, **batch})

@@ -64,11 +64,11 @@ def zoo_step(rank: int, name: str, text: str) -> tuple[Any, Any, Any]:
     ("name", "ranks", "batches", "seed"),
     [
         ("gpt2", (2, 1), (5, 2), None),
-        ("gpt2", (1, 2), (3, 4), 1),
+        pytest.param("gpt2", (1, 2), (3, 4), 1, marks=pytest.mark.long),
         ("hap_bert_moe", (2, 2), (3, 5), 2),
         ("resnet50", (3, 1), (6, 2), 3),
         ("lstm", (1, 1, 2), (2, 2, 3), 4),
-        ("ddpm", (2, 1), (4, 3), 5),
+        pytest.param("ddpm", (2, 1), (4, 3), 5, marks=pytest.mark.long),
     ],
 )
 def test_loss_gradients_and_buffers_are_one_devices(name, ranks, batches, seed):

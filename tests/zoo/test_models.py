@@ -14,22 +14,27 @@ MIXED = {  # the module that mixes samples
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_random_strategies_equal_one_device(name):
-    error, where = random_error(find(name).build("small"), seed=NAMES.index(name))
+@pytest.fixture(scope="module", params=NAMES)
+def small(request):
+    """One model after the other, each captured once."""
+    return request.param, find(request.param).build("small")
+
+
+def test_random_strategies_equal_one_device(small):
+    name, case = small
+    error, where = random_error(case, seed=NAMES.index(name))
     assert error <= TOLERANCE, where
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in MIXED])
-def test_a_batch_dealt_to_hosts_equals_one_device(name):
-    error, where = hosts_error(find(name).build("small"), (3, 1, 2))
-    assert error <= TOLERANCE, where
-
-
-@pytest.mark.parametrize("name", MIXED)
-def test_a_model_that_mixes_samples_is_refused_on_hosts_in_a_line(name):
+def test_a_batch_dealt_to_hosts_equals_one_device(small):
+    """Or is refused in a line, where the model mixes samples."""
+    name, case = small
+    if name not in MIXED:
+        error, where = hosts_error(case, (3, 1, 2))
+        assert error <= TOLERANCE, where
+        return
     with pytest.raises(PlanError) as refusal:
-        hosts_error(find(name).build("small"), (3, 1, 2))
+        hosts_error(case, (3, 1, 2))
     assert str(refusal.value) == (
         f"aten.index_put.default in module {MIXED[name]!r} mixes the samples of a batch, so hosts cannot each run a "
         "part of it; plan on one axis"

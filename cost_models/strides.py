@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hap.complex_numbers import view_as_complex
 from hap.cost_models.work import is_view
 from hap.graph import Graph, Node, TensorMeta, Value, map_values
 
@@ -82,6 +83,8 @@ def _outputs(node: Node, lying: dict[Value, torch.Tensor]) -> Tensors:
 
 
 def _operator(op: str) -> Any:
+    if op == "aten.view_as_complex.default":  # runs so, too: a pair that is not together in memory is copied
+        return view_as_complex
     namespace, name, overload = ("aten.reshape.default" if op in _RESHAPES else op).split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 

@@ -180,7 +180,15 @@ def _weight_norm_backward(
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    return source.to(x.dtype).expand(x.shape)
+    """In memory as ``x`` lies: what comes next may write a part of it in place, or view it."""
+    made = source.to(x.dtype).expand(x.shape)
+    if made.stride() == x.stride():
+        return made
+    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    if order == list(range(x.dim())):
+        return made.clone(memory_format=torch.contiguous_format)
+    places = sorted(range(x.dim()), key=order.__getitem__)
+    return made.permute(order).clone(memory_format=torch.contiguous_format).permute(places)
 
 
 def _empty(size: Sequence[int], *, dtype: torch.dtype | None = None, **layout: Any) -> torch.Tensor:

@@ -59,6 +59,21 @@ def test_attention_writes_the_heads_of_a_position_side_by_side() -> None:
     assert found.copying == frozenset() and found.scattered == {V("o")}
 
 
+def test_a_pair_that_is_not_together_is_a_complex_number_only_as_a_copy() -> None:
+    """PyTorch refuses to view it; the call copies. (4, 2) as it is and (2, 4) transposed."""
+    of = "aten.view_as_complex.default"
+    found = find_strides(
+        loose(
+            source("pairs", (4, 2)),
+            source("x", (2, 4)),
+            node("t", "aten.t.default", [V("x")], (4, 2)),
+            node("viewed", of, [V("pairs")], (4,), dtype=torch.complex64),
+            node("copied", of, [V("t")], (4,), dtype=torch.complex64),
+        )
+    )
+    assert found.copying == {"copied"} and found.scattered == {V("t")}
+
+
 def test_the_base_goes_when_its_only_view_has_copied() -> None:
     """y 96 with its flat copy 32, then that with three of it side by side, 96: 128 both times. Were the copy a view,
     y would be there beside the three: 192."""

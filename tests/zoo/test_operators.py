@@ -36,6 +36,19 @@ def pieces(y):
     return made
 
 
+def doubled_in_part(y):
+    made = y.clone()
+    made[:, 1].mul_(2)
+    return made
+
+
+def doubled_in_part_and_turned(y):
+    """Its gradient lies otherwise in memory than what is viewed before."""
+    made = y.unflatten(1, (2, 3)) @ torch.ones(3, 5, dtype=y.dtype).triu() + 0
+    made[:, :1].mul_(2)
+    return made.permute(1, 2, 0).contiguous().sin()
+
+
 FUNCTIONS = {
     "normalize": functional.normalize,
     "norm": lambda y: y.norm(dim=1) * y.norm() + y.norm(p=3, dim=1),
@@ -55,6 +68,8 @@ FUNCTIONS = {
     "empty, then filled": lambda y: y * torch.empty(WIDTH, dtype=y.dtype).fill_(3) + y.new_empty(WIDTH).fill_(2.0),
     "empty, then zero": lambda y: y + torch.empty_like(y).zero_(),
     "empty, then written": pieces,
+    "written in part, then summed": lambda y: doubled_in_part(y).sum(0),
+    "written in part, then turned": doubled_in_part_and_turned,
     "linspace": lambda y: y * torch.linspace(0, 1, WIDTH) + torch.logspace(0, 1, WIDTH),
     "prod": lambda y: (y.tanh() + 1.5).prod(),
     "any and all": lambda y: y * (y > 0).any(dim=(0, 1)) * (y > -1).all(dim=(1,), keepdim=True),

@@ -184,7 +184,7 @@ def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> 
     made = source.to(x.dtype).expand(x.shape)
     if made.stride() == x.stride():
         return made
-    order = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+    order = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
     if order == list(range(x.dim())):
         return made.clone(memory_format=torch.contiguous_format)
     places = sorted(range(x.dim()), key=order.__getitem__)

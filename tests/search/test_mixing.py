@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -184,14 +185,17 @@ def train(rank: int, plans: list[Plan]) -> list[list[float]]:
     return found
 
 
-def test_real_ranks_compute_what_one_device_computes() -> None:
+SOME = ((WHOLE, 0.5, False), (WHOLE, 1.0, True), (SHARDED, 1.0, False))
+OTHERS = ((WHOLE, 1.0, False), (SHARDED, 0.5, False), (SHARDED, 1.0, True))
+
+
+@pytest.mark.parametrize("mixtures", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
+def test_real_ranks_compute_what_one_device_computes(mixtures: Sequence[tuple[Pins, float, bool]]) -> None:
+    """Of each: pins, the part of every kind that is turned, and whether calls are made again."""
     found, three = choices(gpt2.graph()), cluster(*((t, "1GB") for t in (1e-3, 5e-4, 2e-4)), memory_bandwidth="1GB/s")
-    mixed = [
-        mixed_plan(found, three, pins, part, repeated=repeated)
-        for pins, part, repeated in ((WHOLE, 0.5, False), (WHOLE, 1.0, True), (SHARDED, 1.0, False))
-    ]
+    mixed = [mixed_plan(found, three, pins, part, repeated=repeated) for pins, part, repeated in mixtures]
     assert all(before != after for _, before, after in mixed)
-    assert [bool(plan.recomputed) for plan, _, _ in mixed] == [False, True, False]
+    assert [bool(plan.recomputed) for plan, _, _ in mixed] == [repeated for *_, repeated in mixtures]
     for rank in run_ranks(3, train, [plan for plan, _, _ in mixed]):
         for errors in rank:
             assert len(errors) == 1 + 28 and max(errors) < 1e-10

@@ -36,7 +36,7 @@ from tests.zoo.lockstep import possible
 
 SAMPLES, LENGTH, WIDTH, WORDS = 6, 4, 4, 7
 LARGEST = 3000  # elements
-TOLERANCE, TINY = 1e-8, 1e-6  # beside a gradient's largest element; what is below the second is rounding
+TOLERANCE, TINY = 1e-8, 1e-4  # beside a gradient's largest element, or the second: terms of one may add up to nothing
 
 T = torch.Tensor
 ELEMENTWISE: dict[str, Callable[[T], T]] = {

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from hap.complex_numbers import view_as_complex
 from hap.cost_models.work import is_view
 from hap.graph import Graph, Node, TensorMeta, Value, map_values
+from hap.ops import resolve
 
-_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default")
 _ALIKE = ("hap.dropout.default", "hap.batch_norm.default", "hap.batch_norm_backward.default")
 _ATTENTION = {"hap.attention.default": 1, "hap.attention_backward.default": 3}  # outputs with heads
 Tensors = tuple[torch.Tensor | None, ...]
@@ -65,7 +64,8 @@ def _call(node: Node, lying: dict[Value, torch.Tensor]) -> tuple[Tensors, bool]:
         return tuple(
             torch.empty_like(like) if m and m.shape == like.shape else _flat(m) for _, m in _metas(node)
         ), False
-    if not node.is_source and node.op.startswith("aten.") and torch.Tag.pointwise in _operator(node.op).tags:
+    is_torchs = not node.is_source and node.op.startswith("aten.")
+    if is_torchs and torch.Tag.pointwise in getattr(resolve(node.op), "tags", ()):
         return _outputs(node, lying), False
     return tuple(_flat(m) for _, m in _metas(node)), False
 
@@ -75,18 +75,11 @@ def _outputs(node: Node, lying: dict[Value, torch.Tensor]) -> Tensors:
     keywords = {k: map_values(v, lying.__getitem__) for k, v in node.kwargs}
     if not node.inputs:
         keywords["device"] = "meta"
-    found = _operator(node.op)(*args, **keywords)
+    found = resolve(node.op)(*args, **keywords)
     outputs = (found,) if isinstance(found, torch.Tensor) else tuple(found)
     for meta, tensor in zip(node.outputs, outputs, strict=True):
         assert meta is None or meta.shape == tuple(tensor.shape), f"{node.name}: {meta.shape} is {tuple(tensor.shape)}"
     return outputs
-
-
-def _operator(op: str) -> Any:
-    if op == "aten.view_as_complex.default":  # runs so, too: a pair that is not together in memory is copied
-        return view_as_complex
-    namespace, name, overload = ("aten.reshape.default" if op in _RESHAPES else op).split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _metas(node: Node) -> enumerate[TensorMeta | None]:

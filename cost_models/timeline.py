@@ -8,7 +8,7 @@
 ``evaluate`` is the same with nothing overlapped: the two agree to rounding. On a measured cluster the timeline knows
 more: each rank packs for itself, and goes on when it has what it needs, maybe before others do; where nothing overlaps,
 its step is then shorter, never longer. ``simulate`` plays a graph; ``play`` plays events, which ``hap.search.judge``
-makes of a program as its passes leave it, with the calls that pack and join what is sent, which the others leave out.
+makes of a program as its passes leave it: there calls that pack and join what is sent are launched, too.
 Every span knows the span that let it start, so the critical path is followed backwards from the last end.
 """
 

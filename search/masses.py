@@ -15,6 +15,11 @@ a call's seconds at share x,
     T >= the same of all calls that are dealt out by g, for any one g: the same rank in every stage            (group)
     T >= sum over all calls, weighted, as in ``relaxation``                                                    (mean)
 
+Calls beside the path count in (path), too: ``companions`` says where one may run beside another group than its own. The
+part M of its options for which that may be so, which is no more than any of several sums of options and flows, is taken
+off again; where the path's call has had a value turned that the companion reads as it was, only what is not made up for
+by what crosses then (``_paid_s``).
+
 All of it is linear in m, so m need not be known: every option of g is there twice, as if g were spread evenly (m = 1/H)
 and as if it were on one host (m = 1), and a plan is the mixture with (m - 1/H) / (1 - 1/H) of the second. A value that
 goes from g to h goes from one host to one host for the lesser of both parts at most, and any other part of it crosses
@@ -25,31 +30,27 @@ they lay where whatever they meet on one host does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 from ortools.math_opt import parameters_pb2, solution_pb2
 
 from hap.conversion import collective_kind
 from hap.cost_models.compute import Parts, parts_coefficients, parts_seconds
-from hap.placement import Placement, Shard
-from hap.plan import Strategy
+from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.search.bound import by_speed, computes_like, device_classes, weighted_bound
-from hap.search.cases import find_main, find_shared
 from hap.search.chain import find_chain
-from hap.search.classes import find_colours
+from hap.search.companions import Companion, find_companions
 from hap.search.copies import with_copies
 from hap.search.crossing import find_parts, find_ports
+from hap.search.doubled import ANYWHERE, RADIUS, SPREAD, TOGETHER, Doubled, ends_of, taken_apart
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import seeded, until
-from hap.search.relaxation import SAFETY, Relaxation
+from hap.search.relaxation import SAFETY, Relaxation, Transport
 
-SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
 ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
-RADIUS = 3  # of the colours that types are. A finer partition takes several times as long and shows hardly more; by a
-# coarser one, layers of two kinds in turn have attention in common, and what goes from one kind to the other is lost
 PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
 
 
@@ -61,6 +62,7 @@ class Masses:
 
     def __init__(self) -> None:
         self._ended: solution_pb2.BasisProto | None = None
+        self._shape = (0, 0)  # of that program: variables, rows
 
     def bound_s(self, facts: Facts, known_s: float, enough_s: float = np.inf) -> float:
         """Seconds that every plan takes at least: ``known_s``, which is proved, or more; of more than ``enough_s`` no
@@ -70,11 +72,12 @@ class Masses:
         if rate is None or _strongest(facts) > ALONE:
             return known_s
         program = _Program(facts, *rate)
-        start = program.all_together() if self._ended is None else self._ended
+        shape = len(program.cost), len(program.row_names)
+        start = self._ended if shape == self._shape else program.all_together()
         limit = enough_s * MS * (1 + 2 * SAFETY)
         solved = program.solver.solve(until(program.solving, limit), start=start)
         if solved is not None and solved.is_optimal:
-            self._ended = program.solver.basis
+            self._ended, self._shape = program.solver.basis, shape
             return max(known_s, solved.bound / MS * (1 - SAFETY))
         is_enough = program.solver.ended == "no_solution_found" and program.solver.proved >= limit
         return max(known_s, program.solver.proved / MS * (1 - SAFETY)) if is_enough else known_s
@@ -101,81 +104,12 @@ def _strongest(facts: Facts) -> float:
     return max(power.values()) / sum(power.values())
 
 
-@dataclass(frozen=True)
-class _Doubled:
-    """Every option of a shared group twice. ``where``: of every option of the doubled candidates which option it is,
-    and where the mass of its group lies."""
-
-    candidates: Mapping[str, tuple[Strategy, ...]]
-    where: Mapping[str, tuple[tuple[int, str], ...]]
-    colours: tuple[Mapping[str, int], ...]
-    found: dict[str, object] = field(default_factory=dict)  # of these candidates, on any cluster
-
-    @classmethod
-    def of(cls, facts: Facts) -> _Doubled:
-        """Found once for a graph and its candidates."""
-        found = facts.found.get("doubled")
-        if found is None:
-            found = facts.found["doubled"] = cls._find(facts)
-        assert isinstance(found, _Doubled)
-        return found
-
-    @classmethod
-    def _find(cls, facts: Facts) -> _Doubled:
-        shared, lying = find_main(facts, find_shared(facts, facts.colours[RADIUS])), _Lying()
-        where: dict[str, tuple[tuple[int, str], ...]] = {}
-        candidates: dict[str, tuple[Strategy, ...]] = {}
-        for name, options in facts.candidates.items():
-            pairs = [(i, w) for i, option in enumerate(options) for w in _places(option, shared)]
-            where[name] = tuple(pairs)
-            candidates[name] = tuple(lying.strategy(options[i], w) for i, w in pairs)
-        return cls(candidates, where, find_colours(facts.graph, candidates, radius=RADIUS))
-
-
-def _places(option: Strategy, shared: Collection[str]) -> tuple[str, ...]:
-    groups = {p.group for p in (*option.inputs, *option.outputs) if isinstance(p, Shard)}
-    assert len(groups) <= 1, "a strategy is of one mesh axis"
-    return (SPREAD, TOGETHER) if any(g in shared for g in groups) else (ANYWHERE,)
-
-
-class _Lying(dict[tuple[Placement | None, str], Placement | None]):
-    """Placements with the group's name saying where its mass lies."""
-
-    def __missing__(self, key: tuple[Placement | None, str]) -> Placement | None:
-        placement, where = key
-        found = replace(placement, group=f"{placement.group}@{where}") if isinstance(placement, Shard) else placement
-        return self.setdefault(key, found)
-
-    def strategy(self, option: Strategy, where: str) -> Strategy:
-        inputs = tuple(p for p in (self[p, where] for p in option.inputs) if p is not None)
-        return Strategy(inputs, tuple(self[p, where] for p in option.outputs))
-
-
-def _taken_apart(placement: Shard) -> tuple[str, str]:
-    group, where = placement.group.rsplit("@", 1)
-    return group, where
-
-
-def _ends(placements: Sequence[Placement | None], numbers: Collection[int]) -> dict[int, tuple[str, int]]:
-    """Of some of the placements, by number: where the mass of the group lies, and the number of the same placement with
-    it together, if it is spread, or else its own."""
-    number, found = {placements[p]: p for p in numbers}, dict[int, tuple[str, int]]()
-    for p in numbers:
-        placement, where = placements[p], ANYWHERE
-        if isinstance(placement, Shard):
-            group, where = _taken_apart(placement)
-            if where == SPREAD:
-                placement = replace(placement, group=f"{group}@{TOGETHER}")
-        found[p] = where, number[placement]
-    return found
-
-
 class _Program(Relaxation):
     """See the module docstring."""
 
     def __init__(self, facts: Facts, hosts: int, bytes_per_s: float) -> None:
         self.hosts, self.bytes_per_s = hosts, bytes_per_s
-        doubled = _Doubled.of(facts)
+        doubled = Doubled.of(facts)
         self.where = doubled.where
         other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here={})
         other.__dict__.update(colours=doubled.colours, calls=facts.calls)
@@ -207,7 +141,7 @@ class _Program(Relaxation):
         copies = {v: option[name, i, TOGETHER] for (name, i, where), v in option.items() if where == SPREAD}
         rows, between = dict[int, int](), set[int]()
         for one in self.transports:
-            makes, reads = _ends(one.produced, one.produced_rows), _ends(one.wanted, one.wanted_rows)
+            makes, reads = ends_of(one.produced, one.produced_rows), ends_of(one.wanted, one.wanted_rows)
             for twins, of in ((makes, one.produced_rows), (reads, one.wanted_rows)):
                 rows.update((of[p], of[twin]) for p, (where, twin) in twins.items() if where == SPREAD)
             for (p, q), flow in one.flows.items():
@@ -231,7 +165,7 @@ class _Program(Relaxation):
             return 0.0
         seconds = self.least.seconds(kind, nbytes)
         if isinstance(source, Shard) and isinstance(target, Shard):
-            (g, here), (h, there) = (_taken_apart(p) for p in (source, target))
+            (g, here), (h, there) = (taken_apart(p) for p in (source, target))
             ranges = source.dim == target.dim and source.outer == target.outer
             if not ranges and g != h and SPREAD in (here, there):
                 seconds += nbytes * (1 - 1 / self.hosts) / self.bytes_per_s
@@ -240,7 +174,7 @@ class _Program(Relaxation):
     def is_converted(self, source: Placement | None, target: Placement) -> bool:
         """A group does not move."""
         if isinstance(source, Shard) and isinstance(target, Shard):
-            (g, here), (h, there) = (_taken_apart(p) for p in (source, target))
+            (g, here), (h, there) = (taken_apart(p) for p in (source, target))
             if g == h and here != there:
                 return False
         return super().is_converted(source, target)
@@ -262,13 +196,110 @@ class _Program(Relaxation):
             option, where = self.where[name][number]
             parts = facts.parts(name, facts.candidates[name][option])
             busiest_ms = count * self._busiest_s(parts, where) * MS
-            if self.fine[name] not in others:
+            if self.fine[name] not in others or parts.group is None:
                 path.append((variable, -busiest_ms))
             if where != ANYWHERE:
                 assert parts.group is not None
                 groups.setdefault(parts.group, [(slowest, 1.0)]).append((variable, -busiest_ms))
+        path += self._companions(facts, find_companions(facts, chain))
         for terms in (mean, path, *groups.values()):
             self._row("busiest", 0.0, np.inf, terms)
+
+    def _companions(self, facts: Facts, found: Mapping[str, Companion]) -> Iterator[tuple[int, float]]:
+        """What calls beside the path add to it: all they take, less what those take that may be beside other groups."""
+        slots = {(r.value, r.reader): t for t in self.transports for r in t.reads}
+        members: dict[int, list[str]] = {}
+        for name in facts.graph.by_name:
+            members.setdefault(self.fine[name], []).append(name)
+        for kind, names in members.items():
+            ours = [found[name] for name in names if name in found]
+            if len(ours) < len(names) or len({c.is_sibling for c in ours}) > 1:
+                continue
+            calls = _distinct(slots[c.value, c.call] for c in ours)
+            readers = _distinct(slots[c.value, c.reader] for c in ours)
+            through = any(c.reader != name for c, name in zip(ours, names, strict=True))
+            claimed: dict[tuple[str, str, bool], list[tuple[int, Parts]]] = {}
+            for number, variable in enumerate(self.x[kind]):
+                option, where = self.where[names[0]][number]
+                parts = facts.parts(names[0], facts.candidates[names[0]][option])
+                made = self.facts.candidates[names[0]][number].outputs
+                closes = all(c.closes for c in ours) and all(isinstance(p, Partial) for p in made)
+                if where != ANYWHERE and (closes or all(c.is_last for c in ours)):
+                    assert parts.group is not None
+                    claimed.setdefault((parts.group, where, closes), []).append((variable, parts))
+            for (group, where, closes), options in claimed.items():
+                variables = [variable for variable, _ in options]
+                seconds = [self._busiest_s(parts, where) for _, parts in options]
+                yield from ((v, -len(names) * s * MS) for v, s in zip(variables, seconds, strict=True))
+                if closes and not ours[0].is_sibling:
+                    continue
+                lost = list[int]()
+                for away, own, is_paid in _apart(ours[0], (group, where), closes, through, calls, readers):
+                    if not away or own == []:
+                        continue
+                    paid = [self._paid_s(facts, ours, p, where) if is_paid else 0.0 for _, p in options]
+                    left = max(s - p for s, p in zip(seconds, paid, strict=True))
+                    both = [[(flow, 1.0) for flow in flows] for flows in (away, own) if flows is not None]
+                    lost.append(self._lost(both))
+                    yield lost[-1], left * MS
+                if (closes or not ours[0].is_sibling) and (whole := self._by_others(ours, group)):
+                    lost.append(self._lost([whole]))
+                    yield lost[-1], max(seconds) * MS
+                if lost:
+                    here = [(v, float(len(names))) for v in variables]
+                    self._row("apart", 0.0, np.inf, [*here, *((v, -1.0) for v in lost)])
+
+    def _lost(self, limits: Iterable[list[tuple[int, float]]]) -> int:
+        """A variable that is no more than any of these sums."""
+        lost = self._variable("M", 0.0)
+        for terms in limits:
+            self._row("apart", 0.0, np.inf, [(lost, -1.0), *terms])
+        return lost
+
+    def _by_others(self, ours: Iterable[Companion], group: str) -> list[tuple[int, float]]:
+        """How many of the path's calls read the whole value and are dealt out by another group, as what else they read
+        is."""
+        found = list[tuple[int, float]]()
+        for call, value in {self.fine[c.call]: (c.call, c.value) for c in ours}.values():
+            position = self.facts.graph.by_name[call].inputs.index(value)
+            for variable, option in zip(self.x[self.fine[call]], self.facts.candidates[call], strict=True):
+                lies = {_lying(p) for p in (*option.inputs, *option.outputs) if isinstance(p, Shard)}
+                if option.inputs[position] == REPLICATE and any(g != group and w != ANYWHERE for g, w in lies):
+                    found.append((variable, float(self.count[self.fine[call]])))
+        return found
+
+    def _paid_s(self, facts: Facts, ours: Iterable[Companion], parts: Parts, where: str) -> float:
+        """What a sibling is claimed for though the path's call has the value turned to another group g: c below.
+
+        On a host j both take ``(s[c] rho[j] + s s sigma[j]) / n`` at least. The rows count ``1 - min(m[g], m[h])`` of
+        the bytes as crossing, where ``1 - sum rho sigma`` do. Let m[g] <= m[h], and k be the host with most of h: then
+        ``m[g] - sum rho sigma >= m[h] (m[g] - rho[k])``, so with ``W`` seconds for an H-th of the bytes what crosses
+        beside takes ``W (m[g] - rho[k])`` at least. On k what is claimed for c, and a part y of that for the sibling,
+        is more than both take by ``(s[c] (m[g] - rho[k]) - (1 - y) s m[h]) / n`` at most; and m[h] >= m[g] - rho[k].
+        Where m[h] < m[g], by ``y s (m[h] - sigma[k]) / n``, with k the host with most of g. So it is paid for with
+
+            y <= 1,  y <= n W / s,  s[c] - (1 - y) s <= n W        for every kind of hosts
+
+        ranks of k that have nothing of either do not even launch, so launches are not claimed."""
+        wire_s = min(facts.graph.meta(c.value).nbytes for c in ours) / self.bytes_per_s / self.hosts
+        own = self._slopes(parts)
+        part, launch_s = 1.0, 0.0
+        for name in {self.fine[c.call]: c.call for c in ours}.values():
+            for option, where_call in self.where[name]:
+                if where_call == ANYWHERE:
+                    continue
+                call = facts.parts(name, facts.candidates[name][option])
+                for (_, s), (f, other) in zip(own, self._slopes(call), strict=True):
+                    part = min(part, 1.0 if s <= wire_s else wire_s / s)
+                    part = min(part, 1.0 if other <= wire_s else 1.0 - (other - wire_s) / s)
+                    launch_s = max(launch_s, f)
+        most = 1.0 if where == TOGETHER else 1 / self.hosts
+        return max(0.0, part) * min(s for _, s in own) * most - launch_s
+
+    def _slopes(self, parts: Parts) -> list[tuple[float, float]]:
+        """(fixed seconds, seconds of all of it on the ranks of one host) for every kind of hosts."""
+        lines = [parts_coefficients(parts, d, at_share=1 / self.facts.cluster.world_size) for d, _ in self._kinds]
+        return [(f, s / n) for (f, s), (_, n) in zip(lines, self._kinds, strict=True)]
 
     def _busiest_s(self, parts: Parts, where: str) -> float:
         """What a call takes on the busiest rank of the host with most of its group, of whatever kind that is."""
@@ -279,7 +310,45 @@ class _Program(Relaxation):
         key = (parts, where)
         if key not in self._busy:
             most = 1.0 if where == TOGETHER else 1 / self.hosts
-            lines = [parts_coefficients(parts, d, at_share=1 / self.facts.cluster.world_size) for d, _ in self._kinds]
-            ranks = [n for _, n in self._kinds]
-            self._busy[key] = min(f + s * most / n for (f, s), n in zip(lines, ranks, strict=True))
+            self._busy[key] = min(f + s * most for f, s in self._slopes(parts))
         return self._busy[key]
+
+
+def _distinct(transports: Iterable[Transport]) -> list[Transport]:
+    return list({id(t): t for t in transports}.values())
+
+
+def _apart(
+    one: Companion, lies: tuple[str, str], closes: bool, through: bool, calls: list[Transport], own: list[Transport]
+) -> Iterator[tuple[list[int], list[int] | None, bool]]:
+    """Where a companion whose group ``lies`` so may be in a stage of another (``companions``): flows of the path's call
+    and, where those are known, of the companion, which both are no less; and whether that is paid for. ``through``:
+    whether it reads through another call."""
+    for source in {t.produced[p]: None for t in calls for p, _ in t.flows}:
+        flows = [(f, t.wanted[q]) for t in calls for (p, q), f in t.flows.items() if t.produced[p] == source]
+        elsewhere = [(f, q) for f, q in flows if _lying(q)[0] != lies[0]]
+        others = [(f, q) for f, q in elsewhere if _lying(q)[1] != ANYWHERE]
+        mine = [(f, t.wanted[q]) for t in own for (p, q), f in t.flows.items() if t.produced[p] == source]
+        if one.is_sibling and not closes:
+            yield [f for f, _ in elsewhere], None, False
+        elif source == REPLICATE or (through and not one.is_sibling):
+            yield [f for f, _ in others], None, False
+        elif one.is_sibling and _lying(source) == lies:
+            same = [f for f, q in mine if q == source]
+            yield [f for f, q in others if _same_ranges(source, q)], same, False
+            yield [f for f, q in others if not _same_ranges(source, q)], same, True
+        elif not one.is_sibling and _lying(source)[1] != ANYWHERE and _lying(source)[0] != lies[0]:
+            turned = [f for f, q in mine if q == REPLICATE or _lying(q) == lies]
+            yield [f for f, q in others if q == source], turned, False
+
+
+def _lying(placement: Placement | None) -> tuple[str, str]:
+    """The group, and where its mass lies; "" and anywhere if it is dealt out by none."""
+    return taken_apart(placement) if isinstance(placement, Shard) else ("", ANYWHERE)
+
+
+def _same_ranges(source: Placement | None, target: Placement | None) -> bool:
+    """Whether both cut the same dim into ranges: then what goes from one to the other may hardly leave its rank."""
+    if not isinstance(source, Shard) or not isinstance(target, Shard):
+        return False
+    return source.dim == target.dim and source.outer == target.outer

@@ -113,9 +113,10 @@ def relaxation(facts: Facts) -> Relaxation:
 
 
 class Transport(NamedTuple):
-    """What one slot reads of the values of a class: where they are produced and wanted, by number, the flow between any
+    """What one slot reads of the values of a class, where they are produced and wanted, by number, the flow between any
     two of those, and the rows of either end."""
 
+    reads: Sequence[Read]
     produced: Sequence[Placement | None]
     wanted: Sequence[Placement]
     flows: Mapping[tuple[int, int], int]
@@ -255,7 +256,7 @@ class Relaxation(Rows):
             p: self._row("produced", 0.0, 0.0, [*((v, each * k) for v, k in s), *out[p]]) for p, s in supply.items()
         }
         met = {q: self._row("wanted", 0.0, 0.0, [*terms, *came[q]]) for q, terms in demand.items()}
-        self.transports.append(Transport(produced, wants, flows, made, met))
+        self.transports.append(Transport(same, produced, wants, flows, made, met))
         return {(p, wants[q]): f for (p, q), f in flows.items() if produced[p] != wants[q]}
 
     def is_converted(self, source: Placement | None, target: Placement) -> bool:

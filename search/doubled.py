@@ -1,0 +1,85 @@
+"""Options of shared groups twice: as if the group's mass were spread, and as if it were together (``masses``)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hap.placement import Placement, Shard
+from hap.plan import Strategy
+from hap.search.cases import find_main, find_shared
+from hap.search.classes import find_colours
+from hap.search.prices import Facts
+
+SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
+RADIUS = 3  # of the colours that types are. A finer partition takes several times as long and shows hardly more; by a
+# coarser one, layers of two kinds in turn have attention in common, and what goes from one kind to the other is lost
+
+
+@dataclass(frozen=True)
+class Doubled:
+    """Every option of a shared group twice. ``where``: of every option of the doubled candidates which option it is,
+    and where the mass of its group lies."""
+
+    candidates: Mapping[str, tuple[Strategy, ...]]
+    where: Mapping[str, tuple[tuple[int, str], ...]]
+    colours: tuple[Mapping[str, int], ...]
+    found: dict[str, object] = field(default_factory=dict)  # of these candidates, on any cluster
+
+    @classmethod
+    def of(cls, facts: Facts) -> Doubled:
+        """Found once for a graph and its candidates."""
+        found = facts.found.get("doubled")
+        if found is None:
+            found = facts.found["doubled"] = cls._find(facts)
+        assert isinstance(found, Doubled)
+        return found
+
+    @classmethod
+    def _find(cls, facts: Facts) -> Doubled:
+        shared, lying = find_main(facts, find_shared(facts, facts.colours[RADIUS])), _Lying()
+        where: dict[str, tuple[tuple[int, str], ...]] = {}
+        candidates: dict[str, tuple[Strategy, ...]] = {}
+        for name, options in facts.candidates.items():
+            pairs = [(i, w) for i, option in enumerate(options) for w in places_of(option, shared)]
+            where[name] = tuple(pairs)
+            candidates[name] = tuple(lying.strategy(options[i], w) for i, w in pairs)
+        return cls(candidates, where, find_colours(facts.graph, candidates, radius=RADIUS))
+
+
+def places_of(option: Strategy, shared: Collection[str]) -> tuple[str, ...]:
+    groups = {p.group for p in (*option.inputs, *option.outputs) if isinstance(p, Shard)}
+    assert len(groups) <= 1, "a strategy is of one mesh axis"
+    return (SPREAD, TOGETHER) if any(g in shared for g in groups) else (ANYWHERE,)
+
+
+class _Lying(dict[tuple[Placement | None, str], Placement | None]):
+    """Placements with the group's name saying where its mass lies."""
+
+    def __missing__(self, key: tuple[Placement | None, str]) -> Placement | None:
+        placement, where = key
+        found = replace(placement, group=f"{placement.group}@{where}") if isinstance(placement, Shard) else placement
+        return self.setdefault(key, found)
+
+    def strategy(self, option: Strategy, where: str) -> Strategy:
+        inputs = tuple(p for p in (self[p, where] for p in option.inputs) if p is not None)
+        return Strategy(inputs, tuple(self[p, where] for p in option.outputs))
+
+
+def taken_apart(placement: Shard) -> tuple[str, str]:
+    group, where = placement.group.rsplit("@", 1)
+    return group, where
+
+
+def ends_of(placements: Sequence[Placement | None], numbers: Collection[int]) -> dict[int, tuple[str, int]]:
+    """Of some of the placements, by number: where the mass of the group lies, and the number of the same placement with
+    it together, if it is spread, or else its own."""
+    number, found = {placements[p]: p for p in numbers}, dict[int, tuple[str, int]]()
+    for p in numbers:
+        placement, where = placements[p], ANYWHERE
+        if isinstance(placement, Shard):
+            group, where = taken_apart(placement)
+            if where == SPREAD:
+                placement = replace(placement, group=f"{group}@{TOGETHER}")
+        found[p] = where, number[placement]
+    return found

@@ -1,0 +1,223 @@
+"""Calls beside the path: what is claimed for them is less than every program takes, whoever lies where.
+
+The program of ``masses`` is asked with all its decisions taken: the strategies of a whole step, and by the mass of
+every group on the host that has most of it how much of it is spread and how much together. Then it is a lower bound of
+that one program at those sizes, and far nearer to it than its minimum is to the best of all programs.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+from hap.cluster import ClusterSpec
+from hap.cost_models.evaluate import evaluate
+from hap.graph import Value
+from hap.placement import PARTIAL, GroupSizes, Shard
+from hap.plan import Strategy
+from hap.rules.choices import Choices
+from hap.search import masses
+from hap.search.chain import find_chain
+from hap.search.companions import find_companions
+from hap.search.doubled import SPREAD, TOGETHER
+from hap.search.milp import MS
+from hap.search.prices import Facts
+from hap.search.rounding import round_shares
+from tests.search.models import gpt2, mixer, mlp
+from tests.search.test_masses import hosts
+
+LAYERS = mlp(batch=512, width=64, layers=3)
+SLOW = 0.001  # TFLOP/s, at which calls take much longer than their launches
+
+
+def facts_of(found: Choices, devices: ClusterSpec) -> Facts:
+    return Facts(found.graph, found.strategies, devices, "adamw")
+
+
+def group_of(strategy: Strategy) -> str | None:
+    return next((p.group for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)), None)
+
+
+def of_step_s(found: Choices, devices: ClusterSpec, strategies: Mapping[str, Strategy], sizes: GroupSizes) -> float:
+    """What the program of ``masses`` says of one program at these sizes."""
+    facts = facts_of(found, devices)
+    rate = masses._rate(facts)
+    assert rate is not None
+    program, n, where = masses._Program(facts, *rate), rate[0], [d.host for d in devices.devices]
+    together = {}
+    for group, atoms in sizes.items():
+        on = Counter[str]()
+        for host, many in zip(where, atoms, strict=True):
+            on[host] += many
+        together[group] = (max(on.values()) / sum(atoms) - 1 / n) / (1 - 1 / n)
+    members: dict[int, list[str]] = {}
+    for node in found.graph.nodes:
+        members.setdefault(program.fine[node.name], []).append(node.name)
+    for kind, names in members.items():
+        taken = Counter(found.strategies[name].index(strategies[name]) for name in names)
+        for variable, (option, lies) in zip(program.x[kind], program.where[names[0]], strict=True):
+            part, group = taken[option] / len(names), group_of(found.strategies[names[0]][option])
+            if lies in (SPREAD, TOGETHER):
+                assert group is not None
+                part *= together[group] if lies == TOGETHER else 1 - together[group]
+            program._row("taken", part, part, [(variable, 1.0)])
+    solved = program.solver.solve(program.solving)
+    assert solved is not None and solved.is_optimal
+    return solved.bound / MS
+
+
+def ratio(found: Choices, devices: ClusterSpec, strategies: Mapping[str, Strategy], sizes: GroupSizes) -> float:
+    step_s = evaluate(found.graph, strategies, sizes, devices).step_s
+    return of_step_s(found, devices, strategies, sizes) / step_s
+
+
+def fitting(found: Choices, name: str, made: Mapping[Value, object]) -> list[Strategy]:
+    inputs = found.graph.by_name[name].inputs
+    asked = [(s, zip(inputs, s.inputs, strict=True)) for s in found.strategies[name]]
+    return [s for s, reads in asked if all(p != PARTIAL or made[v] == PARTIAL for v, p in reads)]
+
+
+def on_hosts(found: Choices, devices: ClusterSpec, put: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Every group on one host."""
+    return {
+        name: round_shares([float(d.host == put[name]) for d in devices.devices], group.n)
+        for name, group in found.groups.items()
+    }
+
+
+def inputs_turned(devices: ClusterSpec) -> tuple[dict[str, Strategy], dict[str, tuple[int, ...]]]:
+    """By samples on one host, but for inputs' gradients: these are summed over the other one, in the same time as
+    weights' gradients."""
+    facts = facts_of(LAYERS, devices)
+    siblings = {c.call for c in find_companions(facts, find_chain(facts)).values() if c.is_sibling}
+    strategies, batch = all_but(siblings)
+    return strategies, on_hosts(LAYERS, devices, dict.fromkeys(LAYERS.groups, "h0") | {batch: "h1"})
+
+
+def all_but(turned: Collection[str]) -> tuple[dict[str, Strategy], str]:
+    """Strategies by samples, but for these products, which are summed over what their inputs' columns are dealt out
+    to; and the samples' group."""
+    found, made = LAYERS, dict[Value, object]()
+    batch = next(
+        p.group for s in found.strategies["i_args_0"] for p in s.outputs if isinstance(p, Shard) and p.dim == 0
+    )
+    strategies = {}
+    for node in found.graph.nodes:
+        options = fitting(found, node.name, made)
+        wanted = [s for s in options if group_of(s) == batch]
+        if node.name in turned and node.op == "aten.mm.default":
+            wanted = [s for s in options if group_of(s) not in (None, batch) and PARTIAL in s.outputs]
+        strategies[node.name] = (wanted or options)[0]
+        made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+    return strategies, batch
+
+
+def test_weights_gradients_stand_beside_inputs_gradients() -> None:
+    graph = LAYERS.graph
+    facts = facts_of(LAYERS, hosts((SLOW, 1), (SLOW, 1), network="1GB/s"))
+    path = find_chain(facts)
+    found = find_companions(facts, path)
+    products = [n for n in graph.nodes if n.op == "aten.mm.default" and n.name not in path]
+    assert len(products) == 2 and all(n.phase == "backward" for n in products)
+    for node in products:
+        one = found[node.name]
+        assert one.is_sibling and one.closes and graph.by_name[one.call].op == "aten.mm.default"
+        assert one.value in graph.by_name[one.call].inputs
+        assert graph.by_name[one.reader].op == "aten.t.default" and one.reader != node.name
+    assert not path & found.keys()
+
+
+@pytest.mark.parametrize("network", ["1000GB/s", "10GB/s", "1GB/s", "100MB/s"])
+def test_two_hosts_at_once_are_not_counted_twice(network: str) -> None:
+    """Where the network is quick the bound is what the step takes; where it is slow, what crosses is paid for."""
+    devices = hosts((SLOW, 1), (SLOW, 1), network=network)
+    assert 0.9 < ratio(LAYERS, devices, *inputs_turned(devices)) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("wrong", ["never apart", "all paid for"])
+def test_that_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what may run beside other groups claimed in full, the bound is above what the step takes."""
+    if wrong == "never apart":
+        monkeypatch.setattr(masses, "_apart", lambda *_: iter(()))
+    else:
+        monkeypatch.setattr(
+            masses._Program, "_paid_s", lambda self, facts, ours, parts, where: self._busiest_s(parts, where)
+        )
+    devices = hosts((SLOW, 1), (SLOW, 1), network="1000GB/s")
+    assert ratio(LAYERS, devices, *inputs_turned(devices)) > 1.2
+
+
+def test_without_them_less_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step all of which is done on one host, forward by columns and backward by samples."""
+    devices = hosts(*[(SLOW, 1)] * 4, network="1GB/s")
+    strategies, _ = all_but([n.name for n in LAYERS.graph.nodes if n.phase == "forward"])
+    sizes = on_hosts(LAYERS, devices, dict.fromkeys(LAYERS.groups, "h0"))
+    assert 0.9 < ratio(LAYERS, devices, strategies, sizes) <= 1 + 1e-6
+    monkeypatch.setattr(masses, "find_companions", lambda *_: {})
+    assert ratio(LAYERS, devices, strategies, sizes) < 0.8
+
+
+def climbed(seed: int, steps: int, models: Mapping[str, Choices]) -> float:
+    """The nearest to its bound that a program comes by changes at random of strategies and sizes, which are kept if it
+    comes nearer. It begins with companions of one group and the path of another, on different hosts."""
+    rng = random.Random(seed)
+    found = models[rng.choice(sorted(models))]
+    network = rng.choice(["100MB/s", "1GB/s", "10GB/s", "100GB/s", "1000GB/s"])
+    many, speed = rng.choice([2, 2, 3, 4]), rng.choice([0.001, 0.01, 0.1])
+    alike = rng.random() < 0.6
+    kinds = [
+        (speed if alike else speed * rng.choice([1, 1.3, 2]), 1 if alike else rng.choice([1, 2])) for _ in range(many)
+    ]
+    devices = hosts(*kinds, network=network)
+    facts = facts_of(found, devices)
+    if masses._rate(facts) is None:
+        return 0.0
+    companions = find_companions(facts, find_chain(facts))
+    lying = masses.Doubled.of(facts).where
+    main = {
+        group
+        for name, pairs in lying.items()
+        for option, where in pairs
+        if where in (SPREAD, TOGETHER) and (group := group_of(found.strategies[name][option]))
+    }
+    on, off = rng.sample(sorted(main), 2)
+    strategies, made = dict[str, Strategy](), dict[Value, object]()
+    for node in found.graph.nodes:
+        options = fitting(found, node.name, made)
+        wanted = off if node.name in companions else on
+        strategies[node.name] = rng.choice([s for s in options if group_of(s) == wanted] or options)
+        made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+    names = sorted({d.host for d in devices.devices})
+    sizes = on_hosts(found, devices, {g: rng.choice(names) for g in found.groups} | {on: names[0], off: names[1]})
+    nearest = ratio(found, devices, strategies, sizes)
+    for _ in range(steps):
+        other: dict[str, Any] = dict(strategies)
+        dealt = dict(sizes)
+        if rng.random() < 0.5:
+            group, some = rng.choice(sorted(found.groups)), rng.sample(names, rng.choice([1, 1, 2]))
+            shares = [rng.choice([1.0, 1.0, 0.5]) * (d.host in some) for d in devices.devices]
+            dealt[group] = round_shares(shares, found.groups[group].n)
+        else:
+            for name in rng.choices(sorted(companions) if rng.random() < 0.5 else sorted(strategies), k=2):
+                other[name] = rng.choice(found.strategies[name])
+        if fits(found, other) and (now := ratio(found, devices, other, dealt)) >= nearest:
+            strategies, sizes, nearest = other, dealt, now
+    return nearest
+
+
+def fits(found: Choices, strategies: Mapping[str, Strategy]) -> bool:
+    made = {Value(n.name, i): p for n in found.graph.nodes for i, p in enumerate(strategies[n.name].outputs)}
+    return all(strategies[n.name] in fitting(found, n.name, made) for n in found.graph.nodes)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
+def test_no_program_is_below_its_bound(seed: int) -> None:
+    assert climbed(seed, 40, {"layers": LAYERS, "mixer": mixer(16, 32, 64)}) <= 1 + 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
+def test_nor_is_one_with_attention(seed: int) -> None:
+    assert climbed(seed, 30, {"gpt2": gpt2(layers=1, batch=16, length=64, width=64)}) <= 1 + 1e-6

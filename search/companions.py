@@ -38,7 +38,7 @@ from hap.cost_models.compute import parts_seconds
 from hap.graph import Graph, Node, Value
 from hap.search.prices import Facts
 
-LIGHT = 1e-4  # of all work: calls of less are left out
+LIGHT = 1e-3  # of all work: calls of less are left out
 
 
 class Companion(NamedTuple):

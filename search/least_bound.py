@@ -80,7 +80,7 @@ class LeastBound:
     def raised_s(self, aim: Aim) -> float:
         """The same, raised as long as it is far below this plan's step."""
         rough = self._rough(aim.number)
-        unlike = {n for n in rough if _can_be_raised(self.searches[n])}  # by masses it may be raised
+        unlike = {n for n in rough if _can_be_raised(self.searches[n]) and not self._is_massed(n)}  # by masses it may be
         coarse = {n for n in unlike if self._by_masses.get(n, 0.0) <= self._known.get(n, 0.0)}  # by cases it may
         while True:
             least, known_s = self._least(rough)
@@ -124,6 +124,10 @@ class LeastBound:
             facts, self._enough[number] = self.searches[number].problem.facts, enough_s
             self._by_masses[number] = self._masses.bound_s(facts, max(known_s, self.bound_s(number)), enough_s)
         return self._by_masses[number]
+
+    def _is_massed(self, number: int) -> bool:
+        """Whether all that masses prove is known."""
+        return number in self._by_masses and self._by_masses[number] < self._enough[number]
 
     def _split_s(self, number: int, known_s: float, step_s: float) -> float:
         """By cases of the batch: those that were looked at for an earlier plan are gone on with."""

@@ -80,8 +80,9 @@ class LeastBound:
     def raised_s(self, aim: Aim) -> float:
         """The same, raised as long as it is far below this plan's step."""
         rough = self._rough(aim.number)
-        unlike = {n for n in rough if _can_be_raised(self.searches[n]) and not self._is_massed(n)}  # by masses it may be
-        coarse = {n for n in unlike if self._by_masses.get(n, 0.0) <= self._known.get(n, 0.0)}  # by cases it may
+        raised = {n for n in rough if _can_be_raised(self.searches[n])}
+        unlike = {n for n in raised if not self._is_massed(n)}  # by masses they may be raised
+        coarse = {n for n in raised if self._by_masses.get(n, 0.0) <= self._known.get(n, 0.0)}  # by cases they may
         while True:
             least, known_s = self._least(rough)
             if known_s >= (1 - NEAR) * aim.step_s:

@@ -6,10 +6,13 @@ a's, h. Where that is not so, the busiest rank of h bounds a and its stage toget
 and e be the path's calls before and after a.
 
 *A follower* reads what c makes, v, before anybody else does. If that is turned for it, it stands after a collective,
-without c; if not, c's group is h. With it may be e, if e is dealt out by another group g and no collective is between:
+without c; if not, c's group is h. If it makes a partial gradient, that is summed right after it, so it is in no stage
+with e. If it makes anything else, it may be with e, if e is dealt out by another group g and no collective is between:
 
-    v is dealt out by g, e reads it so, and a has it turned;  or a and e cut theirs out of a whole v;
-    or both read v gathered, and what else e reads is dealt out by g
+    v is dealt out by g, e reads it so, and a has it turned
+
+Or it reads v whole, or a part of a whole v. Then e may be dealt out by no group, and so may the calls that follow, up
+to one that is dealt out by another group, all without a collective: there nothing is claimed for it.
 
 *A sibling* reads what c's predecessor makes, v, as c does, who is the first: a weight's gradient beside the input's.
 If it makes a partial gradient, that is summed right after it, and e is not in its stage. With it may be c, if c is

@@ -166,8 +166,7 @@ class _Program(Relaxation):
         seconds = self.least.seconds(kind, nbytes)
         if isinstance(source, Shard) and isinstance(target, Shard):
             (g, here), (h, there) = (taken_apart(p) for p in (source, target))
-            ranges = source.dim == target.dim and source.outer == target.outer
-            if not ranges and g != h and SPREAD in (here, there):
+            if not _same_ranges(source, target) and g != h and SPREAD in (here, there):
                 seconds += nbytes * (1 - 1 / self.hosts) / self.bytes_per_s
         return seconds
 
@@ -242,7 +241,7 @@ class _Program(Relaxation):
                     both = [[(flow, 1.0) for flow in flows] for flows in (away, own) if flows is not None]
                     lost.append(self._lost(both))
                     yield lost[-1], left * MS
-                if (closes or not ours[0].is_sibling) and (whole := self._by_others(ours, group)):
+                if closes and (whole := self._by_others(ours, group)):
                     lost.append(self._lost([whole]))
                     yield lost[-1], max(seconds) * MS
                 if lost:
@@ -271,7 +270,7 @@ class _Program(Relaxation):
     def _paid_s(self, facts: Facts, ours: Iterable[Companion], parts: Parts, where: str) -> float:
         """What a sibling is claimed for though the path's call has the value turned to another group g: c below.
 
-        On a host j both take ``(s[c] rho[j] + s s sigma[j]) / n`` at least. The rows count ``1 - min(m[g], m[h])`` of
+        On a host j both take ``(s[c] rho[j] + s sigma[j]) / n`` at least. The rows count ``1 - min(m[g], m[h])`` of
         the bytes as crossing, where ``1 - sum rho sigma`` do. Let m[g] <= m[h], and k be the host with most of h: then
         ``m[g] - sum rho sigma >= m[h] (m[g] - rho[k])``, so with ``W`` seconds for an H-th of the bytes what crosses
         beside takes ``W (m[g] - rho[k])`` at least. On k what is claimed for c, and a part y of that for the sibling,
@@ -290,8 +289,8 @@ class _Program(Relaxation):
                     continue
                 call = facts.parts(name, facts.candidates[name][option])
                 for (_, s), (f, other) in zip(own, self._slopes(call), strict=True):
-                    part = min(part, 1.0 if s <= wire_s else wire_s / s)
-                    part = min(part, 1.0 if other <= wire_s else 1.0 - (other - wire_s) / s)
+                    if max(s, other) > wire_s:
+                        part = min(part, wire_s / s, 1.0 - (other - wire_s) / s) if s > 0.0 else 0.0
                     launch_s = max(launch_s, f)
         most = 1.0 if where == TOGETHER else 1 / self.hosts
         return max(0.0, part) * min(s for _, s in own) * most - launch_s
@@ -329,16 +328,18 @@ def _apart(
         elsewhere = [(f, q) for f, q in flows if _lying(q)[0] != lies[0]]
         others = [(f, q) for f, q in elsewhere if _lying(q)[1] != ANYWHERE]
         mine = [(f, t.wanted[q]) for t in own for (p, q), f in t.flows.items() if t.produced[p] == source]
+        if not one.is_sibling:
+            yield [f for f, q in mine if REPLICATE in (source, q)], None, False
         if one.is_sibling and not closes:
             yield [f for f, _ in elsewhere], None, False
-        elif source == REPLICATE or (through and not one.is_sibling):
+        elif (through and not one.is_sibling) or (source == REPLICATE and one.is_sibling):
             yield [f for f, _ in others], None, False
         elif one.is_sibling and _lying(source) == lies:
             same = [f for f, q in mine if q == source]
             yield [f for f, q in others if _same_ranges(source, q)], same, False
             yield [f for f, q in others if not _same_ranges(source, q)], same, True
         elif not one.is_sibling and _lying(source)[1] != ANYWHERE and _lying(source)[0] != lies[0]:
-            turned = [f for f, q in mine if q == REPLICATE or _lying(q) == lies]
+            turned = [f for f, q in mine if _lying(q) == lies]
             yield [f for f, q in others if q == source], turned, False
 
 

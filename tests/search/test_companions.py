@@ -5,19 +5,22 @@ every group on the host that has most of it how much of it is spread and how muc
 that one program at those sizes, and far nearer to it than its minimum is to the best of all programs.
 """
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
+import torch
 
+from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.cost_models.evaluate import evaluate
 from hap.graph import Value
 from hap.placement import PARTIAL, GroupSizes, Shard
 from hap.plan import Strategy
-from hap.rules.choices import Choices
+from hap.rules.choices import Choices, choices
 from hap.search import masses
 from hap.search.chain import find_chain
 from hap.search.companions import find_companions
@@ -159,6 +162,26 @@ def test_without_them_less_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ratio(LAYERS, devices, strategies, sizes) < 0.8
 
 
+def test_what_is_read_whole_may_be_followed_by_any_group() -> None:
+    """All is done by every rank, but for two weights' gradients, on two hosts at once: no collective is between."""
+    found, devices = experts(), hosts((SLOW, 1), (SLOW, 1), network="1000GB/s")
+    graph, tried = found.graph, 0
+    first, second = (graph.gradients[f"layers.{i}"].node for i in (2, 1))
+    assert {first, second} <= find_companions(facts_of(found, devices), find_chain(facts_of(found, devices))).keys()
+    for one, other in itertools.product(found.strategies[first], found.strategies[second]):
+        groups, made = (group_of(one), group_of(other)), (one.outputs[0], other.outputs[0])
+        if None in groups or groups[0] == groups[1] or PARTIAL in made:
+            continue
+        strategies = {name: options[0] for name, options in found.strategies.items()} | {first: one, second: other}
+        for target, home in zip(("layers.2", "layers.1"), made, strict=True):
+            name = next(n.name for n in graph.sources("parameter") if n.target == target)
+            strategies[name] = next(s for s in found.strategies[name] if s.outputs[0] == home)
+        put = dict.fromkeys(found.groups, "h0") | {groups[1] or "": "h1"}
+        assert 0.99 < ratio(found, devices, strategies, on_hosts(found, devices, put)) <= 1 + 1e-6
+        tried += 1
+    assert tried >= 4
+
+
 def climbed(seed: int, steps: int, models: Mapping[str, Choices]) -> float:
     """The nearest to its bound that a program comes by changes at random of strategies and sizes, which are kept if it
     comes nearer. It begins with companions of one group and the path of another, on different hosts."""
@@ -207,6 +230,24 @@ def climbed(seed: int, steps: int, models: Mapping[str, Choices]) -> float:
     return nearest
 
 
+def experts() -> Choices:
+    """Products of many matrices at once, whose weights' gradients are made before their inputs'."""
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ParameterList(torch.empty(8, 32, 32) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.layers:
+                x = torch.bmm(x, weight).relu()
+            return x.square().mean()
+
+    with torch.device("meta"):
+        model, x = Experts(), torch.empty(8, 64, 32)
+    return choices(capture(model, x, name="experts"))
+
+
 def fits(found: Choices, strategies: Mapping[str, Strategy]) -> bool:
     made = {Value(n.name, i): p for n in found.graph.nodes for i, p in enumerate(strategies[n.name].outputs)}
     return all(strategies[n.name] in fitting(found, n.name, made) for n in found.graph.nodes)
@@ -214,7 +255,7 @@ def fits(found: Choices, strategies: Mapping[str, Strategy]) -> bool:
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
 def test_no_program_is_below_its_bound(seed: int) -> None:
-    assert climbed(seed, 40, {"layers": LAYERS, "mixer": mixer(16, 32, 64)}) <= 1 + 1e-6
+    assert climbed(seed, 40, {"layers": LAYERS, "mixer": mixer(16, 32, 64), "experts": experts()}) <= 1 + 1e-6
 
 
 @pytest.mark.long

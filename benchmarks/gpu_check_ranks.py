@@ -1,11 +1,15 @@
 """What every rank of ``benchmarks/gpu_check.py`` runs: collectives of unequal shares, and whole training steps.
 
 Both are compared with what one device computes. ``start_ranks`` is the launcher: a process for each rank, joined
-through a file, NCCL on GPUs and Gloo on a CPU.
+through a file, NCCL on GPUs and Gloo on a CPU. Where there are more ranks than GPUs several share one: NCCL refuses
+two ranks of a host on one GPU, so each is told to be a host of its own and they talk through sockets. That is NCCL's
+code for a cluster of hosts of one GPU, whole and slow.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -18,6 +22,7 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 
 import hap
+from hap.attention import attention, attention_backward
 from hap.cluster import ClusterSpec
 from hap.codegen.layout import Layout
 from hap.codegen.program import DECOMPOSITIONS
@@ -52,9 +57,11 @@ def _rank(rank: int, world_size: int, on_gpus: bool, folder: str, work: Callable
 
 def join(rank: int, world_size: int, on_gpus: bool, folder: str) -> torch.device:
     """Join the process group of ``world_size`` ranks that meet in ``folder``; this rank's device."""
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
+        if world_size > torch.cuda.device_count():
+            os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     dist.init_process_group(
         "nccl" if on_gpus else "gloo",
         init_method=f"file://{folder}/store",
@@ -240,6 +247,26 @@ def _resumed(program: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Opti
         assert extra == {"step": 1}, extra
         comm.gather_objects(None)  # until all have read it
     return again
+
+
+def attention_error(device: torch.device, dtype: torch.dtype) -> float:
+    """The largest relative difference of attention and its gradients from the formulas in float64, over causal and not,
+    with and without a mask, as many queries as keys and more, fewer and none, heads that kernels like and that not."""
+    generator, worst = torch.Generator().manual_seed(3), 0.0
+    for (queries, keys), head, causal, masked in itertools.product(
+        ((64, 64), (33, 33), (40, 17), (17, 40), (0, 8)), (64, 24, 20), (True, False), (True, False)
+    ):
+        rows = (queries, keys, keys, queries)
+        q, k, v, grad = (torch.randn(2, 3, n, head, generator=generator).to(device, dtype) for n in rows)
+        mask = torch.randn(2, 1, queries, keys, generator=generator).to(device, dtype) if masked else None
+        out, logsumexp = attention(q, k, v, mask, causal, 0.3)
+        found = (out, *attention_backward(grad, q, k, v, mask, out, logsumexp, causal, 0.3))
+        wide = [x.double().cpu() for x in (q, k, v, grad)]
+        far = None if mask is None else mask.double().cpu()
+        expected_out, sums = attention(*wide[:3], far, causal, 0.3)
+        expected = (expected_out, *attention_backward(wide[3], *wide[:3], far, expected_out, sums, causal, 0.3))
+        worst = max(worst, *(relative(a, b) for a, b in zip(found, expected, strict=True) if b.numel()))
+    return worst
 
 
 def random_numbers(device: torch.device) -> dict[str, float]:

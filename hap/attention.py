@@ -12,8 +12,13 @@ a plan made from a CPU capture runs on whatever device a rank has:
 
 - CPU: ``aten._scaled_dot_product_flash_attention_for_cpu``, which kills the process on empty tensors, so those never
   reach it;
-- CUDA in float16, bfloat16 and float32: ``aten._scaled_dot_product_efficient_attention``, whose logsumexp is padded to
-  a multiple of 32 queries and whose mask must be expanded and have rows of a multiple of 16 elements in memory;
+- CUDA in float16 and bfloat16, of compute capability 8.0 or more, without a mask: the flash kernel,
+  ``aten._scaled_dot_product_flash_attention``, for heads of one size up to 192, a multiple of 8; causal only where
+  there are as many queries as keys, as otherwise it means the last keys by it and not the first. Up to 128 cuDNN's,
+  ``aten._scaled_dot_product_cudnn_attention``, where PyTorch would choose that (``_fused_sdp_choice``: on Hopper). The
+  two have the same logsumexp, so a backward may go by the other;
+- else CUDA in these and float32: ``aten._scaled_dot_product_efficient_attention``, whose logsumexp is padded to a
+  multiple of 32 queries and whose mask must be expanded and have rows of a multiple of 16 elements in memory;
 - anything else (float64 on CUDA, head sizes the kernel cannot align, other devices): the formulas above.
 
 These are kernels, not autograd functions: backward is a call of its own, as in the captured graph.
@@ -22,11 +27,16 @@ These are kernels, not autograd functions: backward is a call of its own, as in 
 from __future__ import annotations
 
 import torch
+from torch.nn.attention import SDPBackend
 
 _CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _LOGSUMEXP_ALIGNMENT = 32  # queries; kAlignLSE of the efficient kernel
 _MASK_ALIGNMENT = 16  # elements; what scaled_dot_product_attention pads a bias to before it calls that kernel
 _HEAD_ALIGNMENT_BYTES = 16  # the efficient kernel loads 128 bits at a time
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_CAPABILITY = (8, 0)
+_CUDNN_HEAD = 128
+_FLASH_HEAD, _FLASH_HEAD_ALIGNMENT = 192, 8  # elements
 
 
 def attention(
@@ -40,6 +50,15 @@ def attention(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale
         )
+    if _flash_applies(q, k, v, mask, is_causal):
+        q, k, v = (_inner_contiguous(x) for x in (q, k, v))
+        if _prefers_cudnn(q, k, v, is_causal, scale):
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
+                q, k, v, None, True, 0.0, is_causal, scale=scale
+            )
+            return found[0], found[1].reshape(q.shape[:3])
+        found = torch.ops.aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, is_causal, scale=scale)
+        return found[0], found[1]
     if _efficient_applies(q, k, v):
         q, k, v = (_inner_contiguous(x) for x in (q, k, v))
         out, logsumexp, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention.default(
@@ -68,9 +87,12 @@ def attention_backward(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             grad, q, k, v, out, logsumexp, 0.0, is_causal, attn_mask=mask, scale=scale
         )
+    if _flash_applies(q, k, v, mask, is_causal):
+        grad, q, k, v, out = (_inner_contiguous(x) for x in (grad, q, k, v, out))
+        return _flash_backward(grad, q, k, v, out, logsumexp.contiguous(), is_causal, scale)
     if _efficient_applies(q, k, v):
         grad, q, k, v, out = (_inner_contiguous(x) for x in (grad, q, k, v, out))
-        unused_seed = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout is zero
+        unused_seed = _unused_seed(q.device)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default(
             grad,
             q,
@@ -90,16 +112,64 @@ def attention_backward(
     return _math_backward(grad, q, k, v, mask, out, logsumexp, is_causal, scale)
 
 
+def _flash_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By cuDNN or the flash kernel. None: sequences have one length each."""
+    seed, lengths = _unused_seed(q.device), (None, None, q.shape[2], k.shape[2])
+    if _prefers_cudnn(q, k, v, is_causal, scale):
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+            grad, q, k, v, out, logsumexp.unsqueeze(-1), seed, seed, None, *lengths, 0.0, is_causal, scale=scale
+        )
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+            grad, q, k, v, out, logsumexp, *lengths, 0.0, is_causal, seed, seed, scale=scale
+        )
+    dq, dk, dv = found
+    return dq, dk, dv
+
+
 def _empty_attention(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """No batch, head or query: empty outputs. No key: zeros, and the logarithm of an empty sum."""
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
     return out, q.new_full(q.shape[:3], -torch.inf, dtype=sums_dtype(q.dtype))
 
 
+def _flash_applies(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
+) -> bool:
+    if q.device.type != "cuda" or mask is not None or q.dtype not in _FLASH_DTYPES:
+        return False
+    if is_causal and q.shape[2] != k.shape[2]:
+        return False
+    head = q.shape[3]
+    fits = head == k.shape[3] == v.shape[3] and head <= _FLASH_HEAD and head % _FLASH_HEAD_ALIGNMENT == 0
+    return fits and torch.cuda.get_device_capability(q.device) >= _FLASH_CAPABILITY and torch.version.hip is None
+
+
+def _prefers_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float) -> bool:
+    if q.shape[3] > _CUDNN_HEAD:
+        return False
+    choice = torch.ops.aten._fused_sdp_choice.default(q, k, v, None, 0.0, is_causal, scale=scale)
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
+
+
 def _efficient_applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if q.device.type != "cuda" or q.dtype not in _CUDA_DTYPES:
         return False
     return all(x.shape[3] * x.element_size() % _HEAD_ALIGNMENT_BYTES == 0 for x in (q, k, v))
+
+
+def _unused_seed(device: torch.device) -> torch.Tensor:
+    """Of dropout, of which there is none."""
+    return torch.empty((), dtype=torch.int64, device=device)
 
 
 def _inner_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -120,6 +190,8 @@ def _aligned_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -
 def _padded_logsumexp(logsumexp: torch.Tensor) -> torch.Tensor:
     """(B, H, S) padded to a multiple of 32 with +inf, so that the padding's probabilities are zero."""
     missing = -logsumexp.shape[2] % _LOGSUMEXP_ALIGNMENT
+    if not missing:
+        return logsumexp.contiguous()
     return torch.nn.functional.pad(logsumexp, (0, missing), value=torch.inf).contiguous()
 
 

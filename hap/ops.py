@@ -18,6 +18,7 @@ from hap.experts import expert_mm, expert_mm_weight
 from hap.group_norm import group_norm, group_norm_backward
 from hap.hosts_sum import HOSTS_SUM, hosts_sum
 from hap.linear import addmm
+from hap.scattered import scatter_into_zeros
 
 # A view runs as a reshape: a graph's values have shapes and no strides, and what resharding leaves is contiguous, so
 # strides at run time are not those of the capture.
@@ -38,6 +39,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.rand.default": rand,
     "hap.randint.default": randint,
     "hap.randn.default": randn,
+    "hap.scatter_into_zeros.default": scatter_into_zeros,
     HOSTS_SUM: hosts_sum,
     "aten._fft_c2c.default": fft_c2c,
     "aten._fft_c2r.default": fft_c2r,

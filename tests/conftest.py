@@ -1,8 +1,12 @@
-"""What holds for every test: hypothesis repeats itself and is not timed; a rule that a test registers goes with it."""
+"""What holds for every test: hypothesis repeats itself and is not timed; a rule that a test registers goes with it; and
+GPUs are not seen, here or in processes that tests start: ``benchmarks/gpu_check.py`` is the test of those."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import hypothesis
 import pytest

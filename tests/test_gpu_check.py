@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_check
-from benchmarks.gpu_check import CHECKS, Item, Setting, main
+from benchmarks import gpu_check_cost as cost
+from benchmarks.gpu_check import CHECKS, main
+from benchmarks.gpu_check_cost import Item, Setting
 from benchmarks.gpu_check_ranks import relative
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -29,13 +30,18 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
         "one-rank",
         "collectives",
         "ranks",
+        "acco",
+        "hosts",
+        "attention",
         "random",
         "overhead",
         "compiled",
         "no-sync",
+        "memory",
         "curves",
+        "step",
     ]
-    assert [i["verdict"] for i in items[:4]] == ["pass"] * 4 and {i["verdict"] for i in items[4:]} == {"ran"}
+    assert [i["verdict"] for i in items[:7]] == ["pass"] * 7 and {i["verdict"] for i in items[7:]} == {"ran"}
 
 
 def test_the_rehearsal_of_what_runs_in_one_process(tmp_path: Path) -> None:
@@ -60,12 +66,12 @@ def test_a_check_that_breaks_has_failed_and_the_others_run(
 
 def test_a_rehearsal_judges_no_timing_and_a_gpu_does() -> None:
     samples = {"program": [1.1, 1.2, 1.05], "eager": [1.0, 1.0, 1.0]}
-    on_cpu, on_gpu = Setting(0, 1, 1, 3), Setting(1, 1, 1, 3)
-    assert gpu_check._beside(on_cpu, "overhead", samples, "eager", 0.02).verdict == "ran"
-    judged = gpu_check._beside(on_gpu, "overhead", samples, "eager", 0.02)
+    on_cpu, on_gpu = Setting(0, 2, 1, 1, 3), Setting(1, 3, 1, 1, 3)
+    assert cost._beside(on_cpu, "overhead", samples, "eager", 0.02).verdict == "ran"
+    judged = cost._beside(on_gpu, "overhead", samples, "eager", 0.02)
     assert judged.verdict == "FAIL" and judged.figures["overhead"] == pytest.approx(0.1)
-    assert gpu_check._beside(on_gpu, "overhead", samples, "eager", 0.11).verdict == "pass"
-    assert gpu_check.check_ranks(on_gpu) == Item("ranks", "left out", "needs two GPUs")
+    assert cost._beside(on_gpu, "overhead", samples, "eager", 0.11).verdict == "pass"
+    assert (on_cpu.on, on_gpu.on) == ("2 ranks", "3 ranks that share 1 GPU")
 
 
 def test_a_difference_that_is_no_number_is_infinite() -> None:

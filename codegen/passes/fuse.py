@@ -1,8 +1,10 @@
-"""Calls that one kernel does at once become one call: a product, its view and its bias.
+"""Calls that one kernel does at once become one call: a product, its view and its bias; zeros and what goes among them.
 
 Capture takes ``addmm`` apart, so that a partial product can be summed before the bias is added. Where nothing came in
 between, they are put together again: ``view(mm(a, b), size) + bias`` is ``hap.addmm(bias, a, b, size)``. One result is
-made where there were two. All of it is local, so shares do not matter.
+made where there were two. ``scatter(zeros_like(x), dim, index, source)``, the gradient of a gather, copies the zeros,
+which are as large as all logits: it is ``hap.scatter_into_zeros(x, dim, index, source)`` where nothing else reads them.
+All of it is local, so shares do not matter.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ def _fused(program: Program, part: Sequence[Instruction], reads: Counter[str]) -
     gone: set[int] = set()  # ids of calls that went into another
     instead: dict[int, Call] = {}
     for instruction in part:
-        if isinstance(instruction, Call) and (found := _product_with_bias(program, instruction, made, reads)):
+        if not isinstance(instruction, Call):
+            continue
+        found = _product_with_bias(program, instruction, made, reads) or _among_zeros(instruction, made, reads)
+        if found:
             whole, *folded = found
             instead[id(instruction)] = whole
             gone.update(map(id, folded))
@@ -62,3 +67,17 @@ def _product_with_bias(
         return replace(add, op="aten.addmm.default", args=args), *folded
     _, size = folded[0].args
     return replace(add, op="hap.addmm.default", args=(Value(bias), *call.args, size)), *folded
+
+
+def _among_zeros(scatter: Call, made: dict[str, Call], reads: Counter[str]) -> tuple[Call, ...] | None:
+    """(the call instead, the call that goes), if ``scatter`` writes among zeros that nothing else reads."""
+    if scatter.op != "aten.scatter.src" or scatter.kwargs:
+        return None
+    into, *rest = scatter.args
+    zeros = made.get(scatter.inputs[0])
+    if zeros is None or zeros.op != "aten.zeros_like.default" or len(zeros.args) != 1:
+        return None
+    if reads[scatter.inputs[0]] != 1 or any(key != "device" for key, _ in zeros.kwargs):  # the rank's, as x's is
+        return None
+    assert into == Value(scatter.inputs[0])
+    return replace(scatter, op="hap.scatter_into_zeros.default", args=(*zeros.args, *rest)), zeros

@@ -145,8 +145,9 @@ def causal_masks(graph: Graph) -> Graph:
 
 def _mask_kind(mask: torch.Tensor, queries: int, keys: int) -> MaskKind:
     """``hidden`` counts the lowest finite number too: beside a seen key, its probability is zero as well."""
-    if not mask.dtype.is_floating_point or tuple(mask.shape[-2:]) != (queries, keys):
+    if not mask.dtype.is_floating_point:
         return None
+    mask = mask.expand(torch.broadcast_shapes(mask.shape, (queries, keys)))
     seen, hidden = mask == 0, mask <= torch.finfo(mask.dtype).min
     if bool(seen.all()):
         return "open"
@@ -157,7 +158,8 @@ def _mask_kind(mask: torch.Tensor, queries: int, keys: int) -> MaskKind:
 def _constant_value(graph: Graph, positions: Mapping[str, int], value: Value) -> torch.Tensor | None:
     """The value, on the CPU, if it follows from constants alone and is small enough, else None.
 
-    ``expand`` is left undone where only elementwise operators follow, so that a batch of equal masks is one mask.
+    A dim along which all is alike has one element here, so that a batch of equal masks is one mask; what is not
+    elementwise is given whole tensors.
     """
     values: dict[Value, torch.Tensor] = {}
     for node in _ancestors(graph, positions, value):
@@ -169,16 +171,27 @@ def _constant_value(graph: Graph, positions: Mapping[str, int], value: Value) ->
         elif node.op == "aten.expand.default":
             tensor = values[node.args[0]]
             values[output] = tensor.reshape((1,) * (len(node.meta.shape) - tensor.dim()) + tensor.shape)
-        else:
-            shapes = [values[v].shape for v in node.inputs]
-            elementwise = torch.Tag.pointwise in getattr(resolve(node.op), "tags", ())
-            if not elementwise and any(s != graph.meta(v).shape for s, v in zip(shapes, node.inputs, strict=True)):
-                return None
-            size = math.prod(torch.broadcast_shapes(*shapes)) if elementwise else node.meta.numel
-            if size > _LARGEST_MASK:
+        elif torch.Tag.pointwise in getattr(resolve(node.op), "tags", ()):
+            if math.prod(torch.broadcast_shapes(*(values[v].shape for v in node.inputs))) > _LARGEST_MASK:
                 return None
             values.update(run_node(node, values, torch.device("cpu")))
+        else:
+            if max(graph.meta(v).numel for v in (*node.inputs, output)) > _LARGEST_MASK:
+                return None
+            whole = {v: values[v].expand(graph.meta(v).shape) for v in node.inputs}
+            values.update(
+                (v, _without_repeats(found)) for v, found in run_node(node, whole, torch.device("cpu")).items()
+            )
     return values[value]
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """One element of each dim along which all are alike."""
+    for dim in range(tensor.dim()):
+        first = tensor.narrow(dim, 0, 1) if tensor.shape[dim] > 1 else tensor
+        if first is not tensor and bool((tensor == first).all()):
+            tensor = first
+    return tensor
 
 
 def _ancestors(graph: Graph, positions: Mapping[str, int], value: Value) -> list[Node]:

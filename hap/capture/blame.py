@@ -17,7 +17,7 @@ _STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
 _DEVICES = "Unhandled FakeTensor Device Propagation"  # what torch 2.11 says of it, in a RuntimeError
 _GENERATOR = "torch._C.Generator"  # of which torch 2.11 says that a graph has no such argument
 # what torch says of a tensor that is neither parameter, buffer nor input, and is changed or replaced
-_KEPT = ("Unexpected fake buffer", "entirely functional graph", "ATen/RegisterFunctionalization")
+_KEPT = ("Unexpected fake buffer", "entirely functional graph", "ATen/RegisterFunctionalization", "in tensor_tracker")
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 

@@ -17,14 +17,15 @@ many bytes travel as in a step that exchanges once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hap.errors import ProgramError
 from hap.runtime.clipping import global_norm, scale_gradients
+from hap.runtime.lane import Beside, Running
 
 if TYPE_CHECKING:
     from hap.runtime.program import HapProgram
@@ -35,7 +36,7 @@ Held = dict["Step", Tensors]
 
 
 class Acco:
-    """Trains a program by the equations above; on every rank alike, on CPUs.
+    """Trains a program by the equations above; on every rank alike.
 
         optimizer = torch.optim.AdamW(program.parameters())
         acco = hap.Acco(program, optimizer, batches=4)          # two batches at x, two at x~, for each update
@@ -57,12 +58,10 @@ class Acco:
         max_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
-        """Collective. ``batches``: of an update, an even number. ProgramError: on GPUs, where it has never run; for a
-        plan of two axes; for an optimizer of other parameters."""
+        """Collective. ``batches``: of an update, an even number. ProgramError: for a plan of two axes; for an optimizer
+        of other parameters."""
         if batches < 2 or batches % 2:
             raise ProgramError(f"ACCO has two halves of a step's batches: an even number of them, not {batches}")
-        if program.device.type != "cpu":
-            raise ProgramError("ACCO runs on CPUs alone so far: use no_sync() for several batches a step on GPUs")
         with program.no_sync():
             pass  # whoever cannot says so
         self._shares = {name: p for name, p in program.named_parameters() if p.requires_grad}
@@ -74,8 +73,8 @@ class Acco:
         self._copy = copy.deepcopy(program)
         self._copies = dict(self._copy.named_parameters())
         self._comm = program._comm.another()
-        self._thread = ThreadPoolExecutor(1, "acco")
-        self._running: Future[Tensors] | None = None
+        self._beside = Beside(program.device, "acco")
+        self._running: Running[Tensors] | None = None
         self._first: Tensors | None = None  # gradients of a step's first half
         self._computed = 0  # batches of the half under way
 
@@ -95,7 +94,9 @@ class Acco:
         if self._computed == self._batches // 2:
             self._computed = 0
             self._install()
-            self._running = self._thread.submit(self._exchange, *self._taken(), self._first is None)
+            held, complete = self._taken()
+            work = partial(self._exchange, held, complete, self._first is None)
+            self._running = self._beside.submit(work, _tensors(held, complete))
         return loss.detach()
 
     def finish(self) -> None:
@@ -174,6 +175,12 @@ class Acco:
         self._optimizer.step()
         for share in self._shares.values():
             share.grad = None
+
+
+def _tensors(held: Held, complete: Tensors) -> Iterator[torch.Tensor]:
+    yield from complete.values()
+    for local in held.values():
+        yield from local.values()
 
 
 def _sum(one: Tensors, other: Tensors) -> Tensors:

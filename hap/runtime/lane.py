@@ -1,16 +1,18 @@
-"""Where collectives run that the program does not wait for: a thread beside it on a CPU, a stream on a GPU.
+"""Where work runs that the program does not wait for: a thread beside it on a CPU, a stream on a GPU.
 
 A lane does what it is given one after another, in the order in which it was given, which is the program's and so the
-same on every rank.
+same on every rank. Collectives need no more; ``Beside`` is for work whose calls take the host long, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class Ticket(Protocol):
@@ -64,3 +66,42 @@ class StreamLane:
             event = torch.cuda.Event()
             event.record(self._stream)
         return _Mark(event)
+
+
+class Beside:
+    """A thread, which on a GPU has a stream of its own."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, name)
+
+    def submit(self, job: Callable[[], T], given: Iterable[torch.Tensor]) -> Running[T]:
+        """Start ``job``, which sees all that was queued on this stream before. ``given`` are the tensors of this stream
+        that it reads and that may be gone before it is done."""
+        if self._stream is None:
+            return Running(self._thread.submit(lambda: (job(), None)))
+        before = torch.cuda.current_stream(self._device).record_event()
+        for tensor in given:
+            tensor.record_stream(self._stream)
+        return Running(self._thread.submit(self._run, job, before))
+
+    def _run(self, job: Callable[[], T], before: torch.cuda.Event) -> tuple[T, torch.cuda.Event]:
+        assert self._stream is not None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(before)
+            return job(), self._stream.record_event()
+
+
+class Running(Generic[T]):
+    """What ``Beside`` was given."""
+
+    def __init__(self, future: Future[tuple[T, torch.cuda.Event | None]]) -> None:
+        self._future = future
+
+    def result(self) -> T:
+        """Once it is done (on a GPU: once later work of this stream will see it done); raises what it raised."""
+        found, after = self._future.result()
+        if after is not None:
+            torch.cuda.current_stream().wait_event(after)
+        return found

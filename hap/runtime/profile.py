@@ -89,7 +89,7 @@ def measure(
         slowdown,
         0.0,
     )
-    wire, copies = measure_collectives(bare.calibrate(cluster), comm, clock)
+    wire, copies = measure_collectives(bare.calibrate(cluster), comm, clock) if comm.world_size > 1 else ((), ())
     everyone = comm.gather_objects(_Rank(timings, around, steps, parts, list(copies), memory, muon))
     found = _profile(cluster, everyone, links, wire, conditions, slowdown, time.perf_counter() - started)
     text = comm.from_rank_zero(found.model_dump_json())

@@ -8,6 +8,8 @@ transposed view stays transposed).
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,8 @@ SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)  # of a group; the whole is measure
 REPEATS = 5
 TRIES = 3
 TOO_NOISY = 0.5  # median spread (median absolute deviation over median) of a rank's calls, or of the links
+FILLER = 1 << 24  # float32 elements that a GPU is kept busy with, about 50 us of an H100
+BUSY_S = 2e-4  # beside the host's time: what recording events takes, with room to spare
 ENOUGH_S = 4e-3  # of one call: after this long and three times, no more repeats
 
 
@@ -42,7 +46,9 @@ class Clock:
     *Emulated* (``slowdown`` given): CPU time of this thread times the slow-down, the least of the repeats, since
     neighbours on the core only add: what ``hap.runtime.emulate`` and the testbed's deadlines stretch. With a ``core``,
     by which the emulation's seconds are those of a core of full speed, the median of the repeats, each times what
-    ``factor`` said before. Otherwise the median of the repeats: wall time on a CPU, CUDA events on a GPU.
+    ``factor`` said before. Otherwise the median of the repeats: wall time on a CPU; on a GPU the longer of what the
+    host takes to start a call and what the stream takes to run it, since one goes on while the other does. ``once``,
+    which is for whole steps, has both as they come.
     """
 
     device: torch.device
@@ -67,10 +73,21 @@ class Clock:
     def sample(self, call: Callable[[], object]) -> float:
         """``once``, again if the clock stood still meanwhile, as virtual machines' do now and then. ProfileError if it
         goes on standing."""
+        once = self._either if self.device.type == "cuda" else self.once
         for _ in range(TRIES):
-            if (seconds := self.once(call)) > 0:
+            if (seconds := once(call)) > 0:
                 return seconds
         raise ProfileError("the clock stands still while calls run: nothing can be measured here")
+
+    def _either(self, call: Callable[[], object]) -> float:
+        """On a GPU: the host's seconds of a call, or, if longer, the stream's, all of it queued before it begins."""
+        torch.cuda.synchronize(self.device)
+        begun = time.perf_counter()
+        call()
+        host_s = time.perf_counter() - begun
+        torch.cuda.synchronize(self.device)
+        _busy(self.device, 2 * host_s + BUSY_S)
+        return max(host_s, self.once(call))
 
     def of(self, samples: Sequence[float]) -> float:
         """The seconds that samples of ``once`` stand for."""
@@ -90,6 +107,26 @@ class Clock:
         start = now()
         call()
         return now() - start
+
+
+def _busy(device: torch.device, seconds: float) -> None:
+    """Queue about so much work, so that what follows is queued before its turn comes."""
+    filler, each_s = _filler(device)
+    for _ in range(math.ceil(seconds / each_s)):
+        filler.add_(1.0)
+
+
+@functools.lru_cache
+def _filler(device: torch.device) -> tuple[torch.Tensor, float]:
+    """A tensor, and the seconds that adding to it takes."""
+    filler, begin, end = torch.zeros(FILLER, device=device), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    filler.add_(1.0)
+    begin.record()
+    for _ in range(REPEATS):
+        filler.add_(1.0)
+    end.record()
+    end.synchronize()
+    return filler, float(begin.elapsed_time(end)) / 1e3 / REPEATS
 
 
 def distinct_calls(
@@ -164,19 +201,23 @@ def local_call(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a value lies in memory: its dims from the outermost in, and those that an ``expand`` repeats."""
+    """How a value lies in memory: its dims from the outermost in, and those that an ``expand`` repeats; its dtype on a
+    GPU, if another (statistics of norms in bfloat16 are float32 there, as on the meta device)."""
 
     order: tuple[int, ...]
     repeated: tuple[int, ...] = field(default=())
+    on_gpu: torch.dtype | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
         order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d))
         repeated = tuple(d for d in range(tensor.dim()) if tensor.stride(d) == 0 and tensor.shape[d] > 1)
-        return cls(tuple(order), repeated)
+        return cls(tuple(order), repeated, tensor.dtype)
 
     def make(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of this shape and order: normal numbers, zeros where they may be indices, or true."""
+        if device.type == "cuda" and self.on_gpu is not None:
+            dtype = self.on_gpu
         stored = [1 if d in self.repeated else shape[d] for d in self.order]
         if dtype.is_floating_point:
             flat = torch.randn(stored, device=device).to(dtype)

@@ -44,6 +44,7 @@ from hap.runtime.step import Step
 
 FEW, MANY = 2, 14  # parameters of the two tiny programs
 STEPS = 8
+SHARE_BYTES = 8e9  # read and written by a share's calls
 CUTS = 8  # waits in a share's calls
 # Of a parameter's entries, about as large as initialisations make them. With larger ones activations grow from layer to
 # layer until a softmax's results are denormal numbers, with which CPUs take twice as long.
@@ -170,19 +171,25 @@ def time_share(
     clock: Clock,
     together: Callable[[], object],
 ) -> ShareTiming:
-    """The least share that was timed of the group that most nodes can be sharded by; other calls whole."""
+    """The least share that was timed of the group that most nodes can be sharded by; other calls whole. The first of
+    the calls that move ``SHARE_BYTES`` together, as the tensors of all are there at once."""
     alone = {(t.call, t.share): t.seconds for t in timings}
     nodes = [n for n in graph.nodes if not n.is_source]
     ways = {n.name: [(s, split_work(node_work(graph, n), s)) for s in candidates[n.name]] for n in nodes}
     groups = [g for found in ways.values() for g in dict.fromkeys(p.group for _, p in found if p.group is not None)]
     group = max(dict.fromkeys(groups), key=groups.count, default=None)
     layouts = memory_layouts(graph)
-    calls_s, runs, empty = 0.0, [], []
+    calls_s, moved = 0.0, 0.0
+    runs: list[Callable[[], object]] = []
+    empty: list[Callable[[], object]] = []
     for node in nodes:
         strategy, parts = next((w for w in ways[node.name] if w[1].group == group), ways[node.name][0])
         if parts.op_class == "view":
             continue
         share, sizes = next(local_sizes(parts, SHARES))
+        moved += parts.fixed_bytes + share * parts.shared_bytes
+        if runs and moved > SHARE_BYTES:
+            break
         calls_s += alone[parts.call, share]
         runs.append(local_call(graph, node, strategy, sizes, layouts, clock.device))
         if parts.idle_when_empty and parts.group is not None:

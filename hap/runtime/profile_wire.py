@@ -98,6 +98,7 @@ def clock_offset_s(device: torch.device, rounds: int = 8) -> float:
                 found = min(found, (answered - asked, theirs - (asked + answered) / 2))
             elif rank == 0:
                 dist.recv(told, other)
+                synchronize(device)  # NCCL's calls return before anything has arrived
                 dist.send(torch.full_like(told, time.perf_counter()), other)
     return found[1]
 

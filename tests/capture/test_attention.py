@@ -107,7 +107,7 @@ def test_what_the_cuda_kernel_wants() -> None:
     padded = room._padded_logsumexp(torch.zeros(2, 3, 33))
     assert padded.shape == (2, 3, 64)
     assert bool((padded[..., 33:] == torch.inf).all())
-    assert not room._efficient_applies(q, k, v)  # not on a GPU
+    assert not room._efficient_applies(q, k, v) and not room._flash_applies(q, k, v, None, True)  # not on a GPU
 
 
 def test_low_precision_sums_in_float32() -> None:

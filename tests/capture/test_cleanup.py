@@ -335,6 +335,37 @@ def test_a_mask_that_hides_nothing_goes() -> None:
     assert calls["fwd"][-3:] == (None, False, 0.5)
 
 
+def test_so_does_one_that_is_looked_up_in_a_batch_of_equal_rows() -> None:
+    """As libraries find sequences packed in a row: positions of the whole batch, summed up and indexed."""
+    build = masked_attention(-math.inf, "aten.le.Tensor")
+    build.call("spread", "aten.expand.default", (v("rows"), (2, 5)), meta(2, 5, dtype=I64))
+    build.call("breaks", "aten.ne.Scalar", (v("spread"), 9), meta(2, 5, dtype=torch.bool))
+    build.call("packs", "aten.cumsum.default", (v("breaks"), 1), meta(2, 5, dtype=I64))
+    build.call("samples", "aten.arange.default", (2,), meta(2, dtype=I64))
+    build.call("sample", "aten.view.default", (v("samples"), (2, 1, 1, 1)), meta(2, 1, 1, 1, dtype=I64))
+    build.call("found", "aten.index.Tensor", (v("packs"), (v("sample"), v("column"))), meta(2, 1, 1, 5, dtype=I64))
+    build.call("some", "aten.gt.Scalar", (v("found"), 0), meta(2, 1, 1, 5, dtype=torch.bool))
+    build.call("both", "aten.bitwise_and.Tensor", (v("batch"), v("some")), meta(2, 1, 5, 5, dtype=torch.bool))
+    build.call("mask2", "aten.where.self", (v("both"), v("zero"), v("hide")), meta(2, 1, 5, 5))
+    args = (v("q"), v("k"), v("k"), v("mask2"), False, 0.5)
+    build.call("second", "hap.attention.default", args, meta(2, 1, 5, 4), meta(2, 1, 5))
+    _, calls = build.after(causal_masks)
+    assert calls["second"][-3:] == (None, True, 0.5)
+
+
+def test_a_mask_of_one_row_for_all_queries_that_hides_nothing_goes() -> None:
+    build = Build(q=meta(2, 1, 5, 4))
+    build.call("columns", "aten.arange.default", (5,), meta(5, dtype=I64))
+    build.call("seen", "aten.ge.Scalar", (v("columns"), 0), meta(5, dtype=torch.bool))
+    build.call("batch", "aten.expand.default", (v("seen"), (2, 1, 5, 5)), meta(2, 1, 5, 5, dtype=torch.bool))
+    build.call("zero", "aten.scalar_tensor.default", (0.0,), meta())
+    build.call("hide", "aten.scalar_tensor.default", (-math.inf,), meta())
+    build.call("mask", "aten.where.self", (v("batch"), v("zero"), v("hide")), meta(2, 1, 5, 5))
+    args = (v("q"), v("q"), v("q"), v("mask"), False, 0.5)
+    _, calls = build.call("fwd", "hap.attention.default", args, meta(2, 1, 5, 4), meta(2, 1, 5)).after(causal_masks)
+    assert calls["fwd"][-3:] == (None, False, 0.5)
+
+
 @pytest.mark.parametrize(("hidden", "comparison"), [(-math.inf, "aten.lt.Tensor"), (-1.0, "aten.le.Tensor")])
 def test_any_other_mask_stays(hidden: float, comparison: str) -> None:
     _, calls = masked_attention(hidden, comparison).after(causal_masks)

@@ -91,6 +91,7 @@ def test_llama_with_grouped_queries() -> None:
     for node in graph.nodes:
         if node.op == "hap.attention.default":
             assert [graph.meta(x).shape for x in node.args[:3]] == [(2, 4, 6, 4)] * 3  # keys repeated for their queries
+            assert node.args[3:5] == (None, True)  # its mask is worked out, though it is looked up batch by batch
 
 
 def test_mlp_with_loss_fn_and_targets() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from hap.capture import capture
 from hap.cost_models.profile import ProfileError
+from hap.graph import Value
 from hap.rules.choices import choices
 from hap.runtime import profile_ops
 from hap.runtime.emulate import Core
@@ -69,6 +70,19 @@ class Systems(nn.Module):
         solved = torch.linalg.solve_ex(a, torch.randn_like(x))[0]
         chosen = torch.multinomial(a[:, 0].softmax(1), 1)
         return torch.linalg.det(a).sum() + solved.sum() + a[:, 0].gather(1, chosen).sum()
+
+
+def test_statistics_of_a_norm_are_wider_on_a_gpu() -> None:
+    """Kernels for CPUs keep bfloat16 there, CUDA's float32, and its backward kernels take nothing else."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(torch.bfloat16), torch.zeros(2, 4).bfloat16()
+    graph = capture(model, x, loss_fn=torch.sum)
+    (norm,) = (node for node in graph.nodes if node.op == "aten.native_layer_norm.default")
+    layouts = memory_layouts(graph)
+    dtypes = [(meta.dtype, layouts[Value(norm.name, i)].on_gpu) for i, meta in enumerate(norm.outputs) if meta]
+    assert dtypes[0] == (torch.bfloat16, torch.bfloat16)
+    assert dtypes[1:] == [(torch.bfloat16, torch.float32)] * 2
+    statistics = layouts[Value(norm.name, 1)]
+    assert statistics.make((2, 1), torch.bfloat16, torch.device("cpu")).dtype == torch.bfloat16
 
 
 def test_every_call_of_a_graph_can_be_timed() -> None:

@@ -29,7 +29,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -146,26 +146,29 @@ def main(argv: list[str] | None = None) -> int:
     where = "rehearsal on the CPU" if given.cpu else f"{gpus} x {torch.cuda.get_device_name(0)}"
     print(f"{where}, torch {torch.__version__}")
     items: list[Item] = []
+    given.out.mkdir(parents=True, exist_ok=True)
+    written = given.out / ("gpu_check_rehearsal.json" if given.cpu else "gpu_check.json")
     for name, check in CHECKS.items():
         if given.only and name not in given.only:
             continue
         for item in _guarded(name, check, setting):
             print(f"{item.verdict:>8}  {item.name:<12} {item.words}", flush=True)
             items.append(item)
-    body = {
-        "command": " ".join(["python", "benchmarks/gpu_check.py", *(["--cpu"] if given.cpu else [])]),
+        written.write_text(json.dumps(_record(items, setting), indent=1) + "\n", encoding="utf-8")  # before the next
+    print(f"wrote {written.name}")
+    return 1 if any(item.verdict == "FAIL" for item in items) else 0
+
+
+def _record(items: Sequence[Item], setting: Setting) -> dict[str, object]:
+    return {
+        "command": "python benchmarks/gpu_check.py" + ("" if setting.gpus else " --cpu"),
         "commit": commit(),
         "machine": machine(),
         "batch": setting.batch,
         "ranks": setting.ranks,
-        "nccl": list(torch.cuda.nccl.version()) if gpus else None,
+        "nccl": list(torch.cuda.nccl.version()) if setting.gpus else None,
         "items": [asdict(item) for item in items],
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    name = "gpu_check_rehearsal.json" if given.cpu else "gpu_check.json"
-    (given.out / name).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {name}")
-    return 1 if any(item.verdict == "FAIL" for item in items) else 0
 
 
 def _guarded(name: str, check: Callable[[Setting], Item | list[Item]], setting: Setting) -> list[Item]:

@@ -29,18 +29,22 @@ they lay where whatever they meet on one host does.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from ortools.math_opt import parameters_pb2, solution_pb2
 
 from hap.conversion import collective_kind
-from hap.cost_models.compute import Parts, parts_coefficients, parts_seconds
+from hap.cost_models.compute import Parts, parts_seconds
+from hap.cost_models.floors import floor_line
+from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.search.bound import by_speed, computes_like, device_classes, weighted_bound
 from hap.search.chain import find_chain
+from hap.search.classes import Read
 from hap.search.companions import Companion, find_companions
 from hap.search.copies import with_copies
 from hap.search.crossing import find_parts, find_ports
@@ -66,7 +70,7 @@ class Masses:
 
     def bound_s(self, facts: Facts, known_s: float, enough_s: float = np.inf) -> float:
         """Seconds that every plan takes at least: ``known_s``, which is proved, or more; of more than ``enough_s`` no
-        more is proved. Asked of described devices."""
+        more is proved."""
         assert facts.batches.count == 1, "every conversion is priced whole"
         rate = _rate(facts) if facts.cluster.world_size > 1 else None
         if rate is None or _strongest(facts) > ALONE:
@@ -206,7 +210,7 @@ class _Program(Relaxation):
 
     def _companions(self, facts: Facts, found: Mapping[str, Companion]) -> Iterator[tuple[int, float]]:
         """What calls beside the path add to it: all they take, less what those take that may be beside other groups."""
-        slots = {(r.value, r.reader): t for t in self.transports for r in t.reads}
+        slots = {(r.value, r.reader): (t, r) for t in self.transports for r in t.reads}
         members: dict[int, list[str]] = {}
         for name in facts.graph.by_name:
             members.setdefault(self.fine[name], []).append(name)
@@ -214,8 +218,9 @@ class _Program(Relaxation):
             ours = [found[name] for name in names if name in found]
             if len(ours) < len(names) or len({c.is_sibling for c in ours}) > 1:
                 continue
-            calls = _distinct(slots[c.value, c.call] for c in ours)
-            readers = _distinct(slots[c.value, c.reader] for c in ours)
+            ends = self._ends(ours, slots)
+            if ends is None:
+                continue
             through = any(c.reader != name for c, name in zip(ours, names, strict=True))
             claimed: dict[tuple[str, str, bool], list[tuple[int, Parts]]] = {}
             for number, variable in enumerate(self.x[kind]):
@@ -233,7 +238,9 @@ class _Program(Relaxation):
                 if closes and not ours[0].is_sibling:
                     continue
                 lost = list[int]()
-                for away, own, is_paid in _apart(ours[0], (group, where), closes, through, calls, readers):
+                lies = group, where
+                apart = [_apart(ours[0], lies, closes, through, call, reader) for call, reader in ends]
+                for away, own, is_paid in itertools.chain(*apart):
                     if not away or own == []:
                         continue
                     paid = [self._paid_s(facts, ours, p, where) if is_paid else 0.0 for _, p in options]
@@ -247,6 +254,31 @@ class _Program(Relaxation):
                 if lost:
                     here = [(v, float(len(names))) for v in variables]
                     self._row("apart", 0.0, np.inf, [*here, *((v, -1.0) for v in lost)])
+
+    def _ends(
+        self, ours: Sequence[Companion], slots: Mapping[tuple[Value, str | None], tuple[Transport, Read]]
+    ) -> list[tuple[Transport, Transport]] | None:
+        """Where the path's calls read what these companions read, and where these do, with the names that groups have
+        there: a transport has those of the first of its values, among which two groups may have changed places. None if
+        companions of one kind do not read alike."""
+        found: dict[tuple[int, int], tuple[Transport, Transport]] = {}
+        for one in ours:
+            call, reader = slots[one.value, one.call], slots[one.value, one.reader]
+            named = self._named(*call), self._named(*reader)
+            first = found.setdefault((id(call[0]), id(reader[0])), named)
+            for here, there in zip(named, first, strict=True):
+                if any(
+                    _lying(p) != _lying(q) and ANYWHERE not in (_lying(p)[1], _lying(q)[1])
+                    for p, q in itertools.chain(
+                        zip(here.produced, there.produced, strict=True), zip(here.wanted, there.wanted, strict=True)
+                    )
+                ):
+                    return None
+        return list(found.values())
+
+    def _named(self, transport: Transport, read: Read) -> Transport:
+        produced = [s.outputs[read.index] for s in self.facts.candidates[read.value.node]]
+        return transport._replace(produced=produced, wanted=read.wants)
 
     def _lost(self, limits: Iterable[list[tuple[int, float]]]) -> int:
         """A variable that is no more than any of these sums."""
@@ -296,8 +328,8 @@ class _Program(Relaxation):
         return max(0.0, part) * min(s for _, s in own) * most - launch_s
 
     def _slopes(self, parts: Parts) -> list[tuple[float, float]]:
-        """(fixed seconds, seconds of all of it on the ranks of one host) for every kind of hosts."""
-        lines = [parts_coefficients(parts, d, at_share=1 / self.facts.cluster.world_size) for d, _ in self._kinds]
+        """(fixed seconds, seconds of all of it on the ranks of one host) for every kind of hosts, neither negative."""
+        lines = [floor_line(parts, d, at_share=1 / self.facts.cluster.world_size) for d, _ in self._kinds]
         return [(f, s / n) for (f, s), (_, n) in zip(lines, self._kinds, strict=True)]
 
     def _busiest_s(self, parts: Parts, where: str) -> float:
@@ -313,21 +345,17 @@ class _Program(Relaxation):
         return self._busy[key]
 
 
-def _distinct(transports: Iterable[Transport]) -> list[Transport]:
-    return list({id(t): t for t in transports}.values())
-
-
 def _apart(
-    one: Companion, lies: tuple[str, str], closes: bool, through: bool, calls: list[Transport], own: list[Transport]
+    one: Companion, lies: tuple[str, str], closes: bool, through: bool, call: Transport, own: Transport
 ) -> Iterator[tuple[list[int], list[int] | None, bool]]:
     """Where a companion whose group ``lies`` so may be in a stage of another (``companions``): flows of the path's call
     and, where those are known, of the companion, which both are no less; and whether that is paid for. ``through``:
     whether it reads through another call."""
-    for source in {t.produced[p]: None for t in calls for p, _ in t.flows}:
-        flows = [(f, t.wanted[q]) for t in calls for (p, q), f in t.flows.items() if t.produced[p] == source]
+    for source in {call.produced[p]: None for p, _ in call.flows}:
+        flows = [(f, call.wanted[q]) for (p, q), f in call.flows.items() if call.produced[p] == source]
         elsewhere = [(f, q) for f, q in flows if _lying(q)[0] != lies[0]]
         others = [(f, q) for f, q in elsewhere if _lying(q)[1] != ANYWHERE]
-        mine = [(f, t.wanted[q]) for t in own for (p, q), f in t.flows.items() if t.produced[p] == source]
+        mine = [(f, own.wanted[q]) for (p, q), f in own.flows.items() if own.produced[p] == source]
         if not one.is_sibling:
             yield [f for f, q in mine if REPLICATE in (source, q)], None, False
         if one.is_sibling and not closes:

@@ -16,7 +16,9 @@ import torch
 
 from hap.capture import capture
 from hap.cluster import ClusterSpec
+from hap.cost_models.compute import Parts, parts_coefficients
 from hap.cost_models.evaluate import evaluate
+from hap.cost_models.profile import CallCurve
 from hap.graph import Value
 from hap.placement import PARTIAL, GroupSizes, Shard
 from hap.plan import Strategy
@@ -29,6 +31,7 @@ from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.rounding import round_shares
 from tests.search.models import gpt2, mixer, mlp
+from tests.search.test_bound_measured import PLAIN, measured
 from tests.search.test_masses import hosts
 
 LAYERS = mlp(batch=512, width=64, layers=3)
@@ -180,6 +183,78 @@ def test_what_is_read_whole_may_be_followed_by_any_group() -> None:
         assert 0.99 < ratio(found, devices, strategies, on_hosts(found, devices, put)) <= 1 + 1e-6
         tried += 1
     assert tried >= 4
+
+
+def turning() -> Choices:
+    """Products over the last dim; the first two, which are alike, change places in the middle and with them what groups
+    mean: a type of calls has their names by its own neighbourhood, a value's readers by a smaller one."""
+    act = {"r": torch.relu, "t": torch.tanh, "n": torch.neg, "g": torch.sigmoid}
+
+    class Turning(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bias", torch.empty(64))
+            self.layers = torch.nn.ParameterList(torch.empty(64, 64) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            left = iter(self.layers)
+            for step in "LtrLtrTnLtrLtg":
+                if step == "L":
+                    x = torch.addmm(self.bias, x.reshape(-1, 64), next(left)).view(x.shape)
+                else:
+                    x = x.transpose(0, 1) if step == "T" else act[step](x)
+            return x.square().mean()
+
+    with torch.device("meta"):
+        return choices(capture(Turning(), torch.empty(64, 64, 64), name="turning"))
+
+
+@pytest.mark.parametrize("names", ["of each", "of the first"])
+def test_groups_that_change_places_have_the_names_of_each_value(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All goes by one group on one host, but for the inputs' gradient beside one weight's, which goes by another."""
+    if names == "of the first":
+        monkeypatch.setattr(masses._Program, "_named", lambda self, transport, read: transport)
+    found, devices = turning(), hosts((SLOW, 1), (SLOW, 1), network="1000GB/s")
+    companions = find_companions(facts_of(found, devices), find_chain(facts_of(found, devices)))
+    one, other = (name for name, group in found.groups.items() if group.label in ("batch", "args.0 dim 1"))
+    ratios = []
+    for (on, off), turned in itertools.product(((one, other), (other, one)), {c.call for c in companions.values()}):
+        strategies, made = dict[str, Strategy](), dict[Value, object]()
+        for node in found.graph.nodes:
+            options = fitting(found, node.name, made)
+            wanted = [s for s in options if group_of(s) == (off if node.name == turned else on)]
+            strategies[node.name] = (wanted or options)[0]
+            made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+        put = dict.fromkeys(found.groups, "h0") | {off: "h1"}
+        ratios.append(ratio(found, devices, strategies, on_hosts(found, devices, put)))
+    assert max(ratios) > 1.05 if names == "of the first" else 0.99 < max(ratios) <= 1 + 1e-6
+
+
+def test_a_measured_call_that_bends_is_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At half of its share it takes nearly as long as whole: a line through its neighbours would be far above."""
+    cluster, found = measured(0), mlp(batch=64, width=256)
+    facts = facts_of(found, cluster)
+    parts = [facts.parts(n.name, s) for n in found.graph.nodes if not n.is_source for s in found.strategies[n.name]]
+
+    def curve(one: Parts) -> CallCurve:
+        most = 1e-2 if one.op_class == "matmul" else 1e-5
+        return CallCurve(shares=(0.25, 0.5, 1.0), seconds=(most, 1.9 * most, 2 * most), spread=0.0)
+
+    curves = {one.call: curve(one) for one in parts}
+    kinds = tuple(kind.model_copy(update={"calls": curves}) for kind in cluster.profile.kinds)
+    ranks = tuple(rank.model_copy(update={"factor": 1.0}) for rank in cluster.profile.ranks)
+    bending = cluster.profile.model_copy(update={"kinds": kinds, "ranks": ranks}).calibrate(PLAIN)
+    for group in found.groups:
+        strategies, made = dict[str, Strategy](), dict[Value, object]()
+        for node in found.graph.nodes:
+            options = fitting(found, node.name, made)
+            strategies[node.name] = ([s for s in options if group_of(s) == group] or options)[0]
+            made |= {Value(node.name, i): p for i, p in enumerate(strategies[node.name].outputs)}
+        sizes = on_hosts(found, bending, dict.fromkeys(found.groups, bending.devices[0].host))
+        assert 0.9 < ratio(found, bending, strategies, sizes) <= 1 + 1e-6
+        monkeypatch.setattr(masses, "floor_line", parts_coefficients)
+        assert ratio(found, bending, strategies, sizes) > 1.3
+        monkeypatch.undo()
 
 
 def climbed(seed: int, steps: int, models: Mapping[str, Choices]) -> float:

@@ -14,6 +14,7 @@
     random         random numbers and dropout's masks on the GPU are those on the CPU
     overhead       forward and backward of the emitted program beside eager's, GPT-2 medium, bfloat16: at most 2% more
     compiled       the same beside torch.compile (no limit: the figure is printed)
+    both           the same with both compiled (program.compile())
     no-sync        no operation of a step makes the host wait for the GPU (torch.cuda.set_sync_debug_mode)
     memory         peak bytes of a step of that model with AdamW, predicted within 10% of what the allocator saw
     curves         seconds of every op class of that model, measured, beside what the catalogue of GPUs predicts

@@ -87,6 +87,9 @@ def check_overhead(setting: Setting) -> list[Item]:
         steps["eager"] = _step(eager, inputs)
         backend = "inductor" if setting.gpus else "eager"  # a rehearsal waits for no C++ compiler
         steps["compiled"] = _step(torch.compile(eager, backend=backend), inputs)
+        fast = _compiled(model, inputs, setting)
+        fast.compile(backend=backend)
+        steps["program.compile()"] = _step(fast, inputs)
         absent = _warm(steps)
         clock = Clock(setting.device)
         samples: dict[str, list[float]] = {name: [] for name in steps}
@@ -94,34 +97,39 @@ def check_overhead(setting: Setting) -> list[Item]:
             for name, step in steps.items():
                 samples[name].append(clock.once(step))
     torch._dynamo.reset()
-    return [
-        _beside(setting, "overhead", samples, "eager", MOST_OVERHEAD),
-        Item("compiled", "left out", absent) if absent else _beside(setting, "compiled", samples, "compiled", None),
-    ]
+    plain = _beside(setting, "overhead", samples, ("program", "eager"), MOST_OVERHEAD)
+    if absent:
+        return [plain, *(Item(name, "left out", absent) for name in ("compiled", "both"))]
+    one = _beside(setting, "compiled", samples, ("program", "compiled"), None)
+    return [plain, one, _beside(setting, "both", samples, ("program.compile()", "compiled"), None)]
 
 
 def _warm(steps: dict[str, Callable[[], None]]) -> str:
-    """Run each three times. Why there is no torch.compile here, if there is none; it then is no longer in ``steps``."""
+    """Run each three times. Why there is no torch.compile here, if there is none; what needs it is then no longer in
+    ``steps``."""
     for name in ("program", "eager"):
         for _ in range(3):
             steps[name]()
     try:
         for _ in range(3):
-            steps["compiled"]()
+            steps["compiled"](), steps["program.compile()"]()
     except torch._dynamo.exc.TorchDynamoException as e:  # no compiler, no triton: a matter of the machine
-        del steps["compiled"]
+        del steps["compiled"], steps["program.compile()"]
         return f"torch.compile does not work here ({type(e).__name__}: {str(e).strip().splitlines()[0][:160]})"
     return ""
 
 
-def _beside(setting: Setting, name: str, samples: dict[str, list[float]], other: str, most: float | None) -> Item:
-    """The median over rounds of how much longer the program took than ``other`` in the same round."""
-    more = [a / b - 1 for a, b in zip(samples["program"], samples[other], strict=True)]
+def _beside(
+    setting: Setting, name: str, samples: dict[str, list[float]], pair: tuple[str, str], most: float | None
+) -> Item:
+    """The median over rounds of how much longer the first of a pair took than the other in the same round."""
+    ours, other = pair
+    more = [a / b - 1 for a, b in zip(samples[ours], samples[other], strict=True)]
     middle = statistics.median(more)
     low, *_, high = statistics.quantiles(more, n=10)
-    program, theirs = (statistics.median(samples[k]) for k in ("program", other))
+    program, theirs = (statistics.median(samples[k]) for k in pair)
     words = (
-        f"program {1e3 * program:.2f} ms, {other} {1e3 * theirs:.2f} ms: {middle:+.1%} (80% of {len(more)} rounds "
+        f"{ours} {1e3 * program:.2f} ms, {other} {1e3 * theirs:.2f} ms: {middle:+.1%} (80% of {len(more)} rounds "
         f"{low:+.1%} to {high:+.1%})"
     )
     figures = {"program_s": program, f"{other}_s": theirs, "overhead": middle, "low": low, "high": high}

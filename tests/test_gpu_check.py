@@ -36,6 +36,7 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
         "random",
         "overhead",
         "compiled",
+        "both",
         "no-sync",
         "memory",
         "curves",
@@ -67,10 +68,10 @@ def test_a_check_that_breaks_has_failed_and_the_others_run(
 def test_a_rehearsal_judges_no_timing_and_a_gpu_does() -> None:
     samples = {"program": [1.1, 1.2, 1.05], "eager": [1.0, 1.0, 1.0]}
     on_cpu, on_gpu = Setting(0, 2, 1, 1, 3), Setting(1, 3, 1, 1, 3)
-    assert cost._beside(on_cpu, "overhead", samples, "eager", 0.02).verdict == "ran"
-    judged = cost._beside(on_gpu, "overhead", samples, "eager", 0.02)
+    assert cost._beside(on_cpu, "overhead", samples, ("program", "eager"), 0.02).verdict == "ran"
+    judged = cost._beside(on_gpu, "overhead", samples, ("program", "eager"), 0.02)
     assert judged.verdict == "FAIL" and judged.figures["overhead"] == pytest.approx(0.1)
-    assert cost._beside(on_gpu, "overhead", samples, "eager", 0.11).verdict == "pass"
+    assert cost._beside(on_gpu, "overhead", samples, ("program", "eager"), 0.11).verdict == "pass"
     assert (on_cpu.on, on_gpu.on) == ("2 ranks", "3 ranks that share 1 GPU")
 
 

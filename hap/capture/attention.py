@@ -176,7 +176,8 @@ def _constant_value(graph: Graph, positions: Mapping[str, int], value: Value) ->
                 return None
             values.update(run_node(node, values, torch.device("cpu")))
         else:
-            if max(graph.meta(v).numel for v in (*node.inputs, output)) > _LARGEST_MASK:
+            metas = (*(graph.meta(v) for v in node.inputs), *(m for m in node.outputs if m is not None))
+            if max(m.numel for m in metas) > _LARGEST_MASK:
                 return None
             whole = {v: values[v].expand(graph.meta(v).shape) for v in node.inputs}
             values.update(

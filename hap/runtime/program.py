@@ -385,6 +385,12 @@ class HapProgram(nn.Module):
         set_mode(self, mode)
         return self
 
+    def compile(self, **options: Any) -> None:  # type: ignore[override]
+        """As ``nn.Module.compile``, in place: by ``torch.compile`` with these options, forward and backward, and what
+        other batches will need; each part when it first runs. Collectives run as they are, between what is compiled.
+        Values that cross to the backward part are held until it is done, which no plan reserves memory for. Local."""
+        self._variants.compile({"dynamic": False, **options})
+
     def __setattr__(self, name: str, value: Any) -> None:
         tables = (self.__dict__.get(t, {}) for t in ("_parameters", "_buffers", "_modules"))
         is_state = isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables)

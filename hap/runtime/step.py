@@ -26,6 +26,7 @@ from hap.codegen.program import Program
 from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator
 from hap.runtime.late import LateTensor
+from hap.runtime.pieces import compiled_pieces
 
 Tensors = Mapping[str, torch.Tensor]
 PartName = Literal["first", "further", "together", "remainder"]
@@ -45,6 +46,8 @@ class Step:
         self._loss_module = None if self._late is None else to_loss_module(program, self._late, comm.rank, comm.device)
         self._evaluation: fx.GraphModule | None = None
         self._parts: dict[str, fx.GraphModule] = {}  # backward parts for gradients that several batches have
+        self._options: Mapping[str, Any] | None = None  # torch.compile's
+        self._fast: dict[int, Callable[..., Any]] = {}  # of modules, by id
         self._shared: dict[str, tuple[str, ...]] = {}  # part -> gradients that it hands out in memory not their own
         self._updated = {s.name for s in program.sources_of("buffer") if s.target in program.updates}
         self._sources = [s.name for s in program.forward_sources]
@@ -54,19 +57,33 @@ class Step:
         """Itself, as it owns no state."""
         return self
 
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """From now on modules run by ``torch.compile``, piece by piece (``pieces``)."""
+        self._options, self._fast = options, {}
+        self._shared.clear()  # results may lie in memory in another way
+
+    def _call(self, module: fx.GraphModule, comm: Communicator, *args: Any) -> Any:
+        if self._options is None:
+            return module(comm, *args)
+        fast = self._fast.get(id(module))
+        if fast is None:
+            fast = self._fast[id(module)] = compiled_pieces(module, self._options)
+        return fast(comm, *args)
+
     def evaluate(self, sources: Tensors) -> tuple[torch.Tensor, Tensors]:
         """(loss, buffer updates), keeping nothing for a backward."""
         if self._evaluation is None:
             self._evaluation = to_forward_module(self.program, self.comm.rank, self.comm.device, saving=False)
         with self.comm.part("evaluation"), self._uncast():
-            loss, updates, _ = self._evaluation(self.comm, *(sources[name] for name in self._sources))
+            loss, updates, _ = self._call(self._evaluation, self.comm, *(sources[name] for name in self._sources))
         return loss, updates
 
     def forward(self, sources: Tensors) -> tuple[torch.Tensor, Tensors, dict[str, torch.Tensor]]:
         """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy. The loss may be
         a ``LateTensor``."""
         with self.comm.part("forward"), self._uncast():
-            loss, updates, saved = self.forward_module(self.comm, *(sources[name] for name in self._sources))
+            given = (sources[name] for name in self._sources)
+            loss, updates, saved = self._call(self.forward_module, self.comm, *given)
         if self._loss_module is not None:
             meta = self.program.held[self.program.loss].meta
             loss = LateTensor.of(meta.shape, meta.dtype, partial(self._arrive, loss))
@@ -80,7 +97,7 @@ class Step:
     def _arrive(self, crossing: list[object]) -> torch.Tensor:
         assert self._loss_module is not None
         with self._uncast():
-            loss: torch.Tensor = self._loss_module(self.comm, *crossing)
+            loss: torch.Tensor = self._call(self._loss_module, self.comm, *crossing)
         return loss
 
     def backward(
@@ -96,7 +113,7 @@ class Step:
             gradients, _ = self._run("together", saved, tangent)
             return gradients
         with self.comm.part("backward"), self._uncast():
-            gradients = self.backward_module(self.comm, saved, tangent)
+            gradients = self._call(self.backward_module, self.comm, saved, tangent)
             self.comm.finish()
         return self._alone("whole", gradients)
 
@@ -135,7 +152,7 @@ class Step:
             made = getattr(self.accumulation, part)
             self._parts[part] = to_part_module(self.program, made, self.comm.rank, self.comm.device)
         with comm.part("backward"), self._uncast():
-            gradients, local = self._parts[part](comm, saved, tangent)
+            gradients, local = self._call(self._parts[part], comm, saved, tangent)
             comm.finish()
         return self._alone(part, gradients), local
 

@@ -115,6 +115,13 @@ class Variants:
         self._examples = {key_of(example): example}
         self._built = {(key_of(example), training): first}
         self._doubtful: dict[tuple[tuple[Key, ...], frozenset[str], bool], bool] = {}
+        self._options: Mapping[str, Any] | None = None  # torch.compile's
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """What there is, and what there will be, by ``torch.compile``."""
+        self._options = options
+        for variant in self._built.values():
+            variant.step.compile(options)
 
     def choose(self, call: StepInputs, training: bool) -> Variant:
         """The one that ``call``, this rank's share, is for; if none is, one that says what is wrong with it. What is
@@ -224,7 +231,10 @@ class Variants:
             assert self._rebuild is not None
             example = self._examples[key]
             with torch.inference_mode(False):  # what is made here goes into training steps, too
-                self._built[key, training] = Variant.of(self._rebuild(example, training), example, self._shares)
+                made = Variant.of(self._rebuild(example, training), example, self._shares)
+            if self._options is not None:
+                made.step.compile(self._options)
+            self._built[key, training] = made
         return self._built[key, training]
 
     def _need_rebuild(self, what: str) -> None:

@@ -385,7 +385,7 @@ class HapProgram(nn.Module):
         set_mode(self, mode)
         return self
 
-    def compile(self, **options: Any) -> None:  # type: ignore[override]
+    def compile(self, **options: Any) -> None:
         """As ``nn.Module.compile``, in place: by ``torch.compile`` with these options, forward and backward, and what
         other batches will need; each part when it first runs. Collectives run as they are, between what is compiled.
         Values that cross to the backward part are held until it is done, which no plan reserves memory for. Local."""

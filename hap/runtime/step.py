@@ -60,7 +60,6 @@ class Step:
     def compile(self, options: Mapping[str, Any]) -> None:
         """From now on modules run by ``torch.compile``, piece by piece (``pieces``)."""
         self._options, self._fast = options, {}
-        self._shared.clear()  # results may lie in memory in another way
 
     def _call(self, module: fx.GraphModule, comm: Communicator, *args: Any) -> Any:
         if self._options is None:
@@ -157,7 +156,7 @@ class Step:
         return self._alone(part, gradients), local
 
     def _alone(self, part: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if part not in self._shared:
+        if part not in self._shared or self._options is not None:  # which may lay them out anew
             self._shared[part] = _not_alone(gradients)
         for name in self._shared[part]:
             gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)

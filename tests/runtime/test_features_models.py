@@ -157,9 +157,11 @@ def test_hugging_faces_gradient_checkpointing_is_the_same_graph(use_reentrant: b
 # ---- torch.compile over a program ----
 
 
-def compile_it(rank: int, plan: Plan, backend: str) -> float:
+def compile_it(rank: int, plan: Plan, backend: str, in_place: bool) -> float:
     program, model = hap.compile(heads(), plan=plan, example_inputs=batch(0)), heads(False)
-    fast = torch.compile(program, backend=backend)
+    if in_place:
+        program.compile(backend=backend)
+    fast: Any = program if in_place else torch.compile(program, backend=backend)
     share = program.shard_batch(batch(1))
     errors = []
     for _ in range(2):
@@ -175,12 +177,15 @@ def compile_it(rank: int, plan: Plan, backend: str) -> float:
     return max(errors)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.long), "inductor"])
-def test_torch_compile_over_a_program_changes_nothing(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "in_place"),
+    [pytest.param("eager", False, marks=pytest.mark.long), ("inductor", False), ("eager", True)],
+)
+def test_torch_compile_over_a_program_changes_nothing(backend: str, in_place: bool) -> None:
     found = choices(capture(heads(), batch(0)))
     inputs = {"kwargs.x": (0, BATCH), "kwargs.labels": (0, BATCH)}
     plan = make_plan(found, greedy_strategies(found, inputs), sizes_for(found, (5, 2, 1)))
-    assert max(run_ranks(3, compile_it, plan, backend)) < TOLERANCE
+    assert max(run_ranks(3, compile_it, plan, backend, in_place)) < TOLERANCE
 
 
 # ---- dropout ----

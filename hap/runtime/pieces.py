@@ -22,13 +22,22 @@ def compiled_pieces(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.Gr
     """The module with its pieces compiled when they first run. ``options``: ``torch.compile``'s."""
     for kernel in (attention, attention_backward):  # which look at devices and choose
         torch.compiler.allow_in_graph(kernel)
-    numbers = _numbers(module.graph)
-    cut = split_module(module, module, lambda node: numbers[node], keep_original_order=False)
+    ordered, numbers = _ordered(module.graph)
+    cut = split_module(fx.GraphModule(module, ordered), module, numbers.__getitem__, keep_original_order=True)
     for number in sorted(set(numbers.values())):
         if number % 2:
             name = f"submod_{number}"
             setattr(cut, name, torch.compile(cut.get_submodule(name), **options))
     return cut
+
+
+def _ordered(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, int]]:
+    """The graph with its parts one after another, and the part of each node."""
+    numbers, copied, ordered = _numbers(graph), dict[fx.Node, fx.Node](), fx.Graph()
+    ends = {"placeholder": -1, "output": max(numbers.values(), default=0) + 1}
+    for node in sorted(graph.nodes, key=lambda node: numbers.get(node, ends.get(node.op, 0))):
+        copied[node] = ordered.node_copy(node, copied.__getitem__)
+    return ordered, {copied[node]: number for node, number in numbers.items()}
 
 
 def _numbers(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -44,21 +44,21 @@ def train(rank: int, plan: Plan, backend: str) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("plan", ["data", "zero"])
+@pytest.mark.parametrize("plan", [pytest.param("data", marks=pytest.mark.long), "zero"])
 def test_parts_between_collectives(plan: str) -> None:
     made = cases.data_parallel((5, 3)) if plan == "data" else cases.zero((5, 3), regather=True)
     for errors in run_ranks(2, train, made, "aot_eager"):
         assert len(errors) > 20 and max(errors) < TOLERANCE
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_one_rank_is_two_graphs_without_a_break() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_one_rank_is_compiled_without_a_break(backend: str) -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     counters.clear()
-    assert max(train(0, replicated_plan(gpt2.graph()), "inductor")) < TOLERANCE
+    assert max(train(0, replicated_plan(gpt2.graph()), backend)) < TOLERANCE
     assert not counters["graph_break"]
     torch._dynamo.reset()
 

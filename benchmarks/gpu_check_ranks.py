@@ -170,21 +170,9 @@ def train_like_one_device(device: torch.device, plans: dict[str, dict[str, str]]
     gradients of ``STEPS`` steps of AdamW with clipping, a checkpoint after the first, and the parameters after them.
     All of it is recorded."""
     comm = Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, device)
-    ratios = tuple(float(comm.world_size - r) for r in range(comm.world_size))
-    cluster = unequal_cluster(comm.world_size, "nccl" if device.type == "cuda" else "gloo")
-    ids, targets = tiny_batch(0)
     found = {}
     for name, placements in plans.items():
-        program = hap.compile(
-            tiny(),
-            cluster,
-            example_inputs=(ids,),
-            example_targets=targets,
-            loss_fn=token_loss,
-            pins=hap.Pins(placements=placements, ratios=ratios),
-            effort="quick",
-            device=device,
-        )
+        program = tiny_program(device, placements)
         with tempfile.TemporaryDirectory() as folder:
             with program.record(comm.from_rank_zero(folder)):
                 found[name] = _difference(program, device)
@@ -193,6 +181,23 @@ def train_like_one_device(device: torch.device, plans: dict[str, dict[str, str]]
                 _check_records(Path(folder))
             comm.gather_objects(None)
     return found
+
+
+def tiny_program(device: torch.device, placements: dict[str, str], batches: int = 1) -> hap.HapProgram:
+    """The tiny model's, placed so, each rank with a share of its own; planned for so many batches a step."""
+    ids, targets = tiny_batch(0)
+    size = dist.get_world_size()
+    return hap.compile(
+        tiny(),
+        unequal_cluster(size, "nccl" if device.type == "cuda" else "gloo"),
+        example_inputs=(ids,),
+        example_targets=targets,
+        loss_fn=token_loss,
+        pins=hap.Pins(placements=placements, ratios=tuple(float(size - rank) for rank in range(size))),
+        effort="quick",
+        device=device,
+        gradient_accumulation_steps=batches,
+    )
 
 
 def _check_records(folder: Path) -> None:

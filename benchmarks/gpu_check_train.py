@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import hap
-from benchmarks.gpu_check_ranks import relative, tiny, tiny_batch, token_loss, unequal_cluster
+from benchmarks.gpu_check_ranks import relative, tiny, tiny_batch, tiny_program, token_loss
 from hap.cluster import ClusterSpec
 
 BATCHES, UPDATES, MAX_NORM = 4, 3, 0.5
@@ -18,21 +18,7 @@ STEPS = 3
 def train_by_acco(device: torch.device, pins: dict[str, str]) -> float:
     """The largest relative difference, of losses and of parameters after the last update, from the paper's equations on
     one device (arXiv 2406.02613, section 3), with clipping."""
-    size = dist.get_world_size()
-    cluster = unequal_cluster(size, "nccl" if device.type == "cuda" else "gloo")
-    ids, targets = tiny_batch(0)
-    ratios = tuple(float(size - rank) for rank in range(size))
-    program = hap.compile(
-        tiny(),
-        cluster,
-        example_inputs=(ids,),
-        example_targets=targets,
-        loss_fn=token_loss,
-        pins=hap.Pins(placements=pins, ratios=ratios),
-        effort="quick",
-        device=device,
-        gradient_accumulation_steps=BATCHES // 2,
-    )
+    program = tiny_program(device, pins, BATCHES // 2)
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-3)
     acco = hap.Acco(program, optimizer, batches=BATCHES, max_norm=MAX_NORM)
     theirs, worst = _Equations(device), 0.0

@@ -65,6 +65,18 @@ def test_a_check_that_breaks_has_failed_and_the_others_run(
     assert "FAIL  ranks" in out and "ValueError: two lines" in out and "ran  curves" in out
 
 
+def test_without_a_compiler_an_item_is_left_out_but_what_is_ours_must_run() -> None:
+    def broken() -> None:
+        raise torch._dynamo.exc.TorchDynamoException("no compiler here")
+
+    fine = dict.fromkeys(("program", "eager", "compiled", "program.compile()"), lambda: None)
+    assert cost._warm(dict(fine)) == ""
+    steps = fine | {"compiled": broken}
+    assert "no compiler here" in cost._warm(steps) and set(steps) == {"program", "eager"}
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        cost._warm(fine | {"program.compile()": broken})
+
+
 def test_a_rehearsal_judges_no_timing_and_a_gpu_does() -> None:
     samples = {"program": [1.1, 1.2, 1.05], "eager": [1.0, 1.0, 1.0]}
     on_cpu, on_gpu = Setting(0, 2, 1, 1, 3), Setting(1, 3, 1, 1, 3)

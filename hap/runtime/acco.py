@@ -59,9 +59,10 @@ class Acco:
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
         """Collective. ``batches``: of an update, an even number. ProgramError: for a plan of two axes; for an optimizer
-        of other parameters."""
+        of other parameters; for a program that ``program.compile()`` compiled."""
         if batches < 2 or batches % 2:
             raise ProgramError(f"ACCO has two halves of a step's batches: an even number of them, not {batches}")
+        _check_plain(program)
         with program.no_sync():
             pass  # whoever cannot says so
         self._shares = {name: p for name, p in program.named_parameters() if p.requires_grad}
@@ -83,6 +84,7 @@ class Acco:
 
         With the last batch of a half what was exchanged meanwhile is waited for, and the half's exchange begins.
         """
+        _check_plain(self._program)
         self._copy.train(self._program.training)
         self._copy._variants.learn(self._program._variants)
         self._copy.random_seed = self._program.random_seed
@@ -175,6 +177,13 @@ class Acco:
         self._optimizer.step()
         for share in self._shares.values():
             share.grad = None
+
+
+def _check_plain(program: HapProgram) -> None:
+    """While one thread compiles, torch's optimizers take themselves for compiled in every other, and round their
+    corrections to float32: ranks' parameters would not stay alike."""
+    if program._variants.is_compiled:
+        raise ProgramError("ACCO updates in a thread of its own, which torch.compile disturbs: leave out compile()")
 
 
 def _tensors(held: Held, complete: Tensors) -> Iterator[torch.Tensor]:

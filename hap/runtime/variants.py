@@ -117,6 +117,11 @@ class Variants:
         self._doubtful: dict[tuple[tuple[Key, ...], frozenset[str], bool], bool] = {}
         self._options: Mapping[str, Any] | None = None  # torch.compile's
 
+    @property
+    def is_compiled(self) -> bool:
+        """By ``torch.compile``."""
+        return self._options is not None
+
     def compile(self, options: Mapping[str, Any]) -> None:
         """What there is, and what there will be, by ``torch.compile``."""
         self._options = options

@@ -139,5 +139,14 @@ def test_what_it_cannot_do() -> None:
     optimizer: Any = torch.optim.SGD(program.parameters(), lr=0.1)
     with pytest.raises(ProgramError, match=r"an even number of them, not 3"):
         hap.Acco(program, optimizer, batches=3)
+    acco = hap.Acco(program, optimizer)
+    other = compiled(replicated_plan(gpt2.graph()), language)
+    for one in (program, other):
+        one.compile()
+    with pytest.raises(ProgramError, match=r"leave out compile\(\)"):
+        acco.step(*language(0))
+    with pytest.raises(ProgramError, match=r"leave out compile\(\)"):
+        hap.Acco(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    program = compiled(replicated_plan(gpt2.graph()), language)
     with pytest.raises(ProgramError, match=r"an optimizer of all of the program's trainable parameters"):
         hap.Acco(program, torch.optim.SGD(list(program.parameters())[:2], lr=0.1))

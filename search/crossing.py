@@ -17,6 +17,18 @@ equal with y at an end. Of all hosts s together leave
     B (1 - sum_s x_s y_s),        sum_s x_s y_s <= max over x in the box of sum_s x_s max(y_s)           (all hosts)
 
 by all ways out, and likewise with x and y in each other's place. Of a group between two of its own dims x = y.
+
+Where no box says anything (``seconds_apart``): let m be the share x of the host that has most of the one group, and
+n >= m the share y of host k, which has most of the other; r[j] bytes/s the quicker of host j's ways. They take
+max(x (1 - y), (1 - x) y) / r[j] >= x (1 - x) / r[j] seconds a byte, whatever y is. So if an all-to-all takes c seconds
+a byte, every x[j] is no more than the lesser root of x (1 - x) = c r[j], or no less than the other, and such x must add
+up to one with none above m. So
+
+    c  >=  W (1 - m) + E d,        d = m - x[k],    E = 1 / (H sum_j r[j])                                    (apart)
+
+for the W that is least over all c and m which allow it. There d <= m, d <= H m - 1, as no x is above m, and by (all
+hosts) c sum_j r[j] >= 1 - m + m d. If d > 0, another host l than k has m of the one, and no more than 1 - n of the
+other: so c r[l] >= m m, and c r[k] >= m (1 - m + d).
 """
 
 from __future__ import annotations
@@ -70,6 +82,8 @@ class Port(NamedTuple):
 
 
 Range = tuple[float, float]
+LEAST = 0.01  # for the fastest way, and for a quarter of all: there all x but one are little, and together, too
+GRID_C, GRID_M = 1500, 600  # rectangles by which W is found, to about a percent
 
 
 def crossing_s(ports: Sequence[Port], source: Fractions, target: Fractions, hosts: int) -> float:
@@ -105,6 +119,39 @@ def _at(x: float, y: Range, up: float, down: float) -> float:
 
 def _itself(x: float, port: Port) -> float:
     return x * (1 - x) / min(port.up, port.down)
+
+
+def seconds_apart(ports: Sequence[Port]) -> tuple[float, float]:
+    """(W, E), seconds a byte: see the module docstring. Of hosts' own ways, one for every host. The least over
+    rectangles of c and m, of each by its corners."""
+    rate, alike = np.array([max(p.up, p.down) for p in ports]), np.array([p.alike for p in ports])
+    second, most = np.sort(np.repeat(rate, np.minimum(alike, 2)))[-2:].tolist()
+    hosts, total = int(alike.sum()), float(rate @ alike)
+    beside_s, found = 1.0 / (hosts * total), np.inf
+    c = np.append(np.geomspace(LEAST / max(most, total / 4), 1 / rate.min(), GRID_C), np.inf)
+    corners = np.linspace(1 / hosts, 1.0, GRID_M + 1)
+    low, high = corners[:-1], corners[1:]
+    for first, last in zip(c[:-1].tolist(), c[1:].tolist(), strict=True):
+        few = _root(last * rate)
+        by_many = np.minimum(high[:, None], few) @ alike >= 1
+        by_one = ((1 - few <= high[:, None]) & (few @ alike - few >= 1 - high[:, None])).any(axis=1)
+        d = np.zeros_like(low)
+        for here, there in ((most, second), (second, most)):  # l's and k's
+            more = np.minimum(last * there, last * total) / low - 1 + high
+            d = np.where(last * here < low * low, d, np.maximum(d, more))
+        d = np.minimum(d, np.minimum(high, hosts * high - 1))
+        found = min(found, float(((first - beside_s * d) / (1 - low))[by_many | by_one].min(initial=np.inf)))
+    few = _root(c[0] * rate)  # below that c one host has nearly all, and roots are no more of c than here
+    assert few @ alike < 0.1, "not all can be little"
+    nearly_all = max(min(own, float(few @ alike) - own) for own in few.tolist())
+    return max(min(found, c[0] / nearly_all), 1 / total), beside_s
+
+
+def _root(product: Array) -> Array:
+    """The lesser root of x (1 - x) = this; one, where any x is as good."""
+    free = product >= 0.25
+    found: Array = np.where(free, 1.0, (1 - np.sqrt(1 - 4 * np.where(free, 0.0, product))) / 2)
+    return found
 
 
 def _inside(port: Port, group: Fractions) -> Range:

@@ -1,8 +1,8 @@
-"""Options of shared groups twice: as if the group's mass were spread, and as if it were together (``masses``)."""
+"""Options of groups twice: as if the group's mass were spread, and as if it were together (``masses``)."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hap.placement import Placement, Shard
@@ -18,12 +18,15 @@ RADIUS = 3  # of the colours that types are. A finer partition takes several tim
 
 @dataclass(frozen=True)
 class Doubled:
-    """Every option of a shared group twice. ``where``: of every option of the doubled candidates which option it is,
-    and where the mass of its group lies."""
+    """Every option of a group twice. ``where``: of every option of the doubled candidates which option it is, and where
+    the mass of its group lies; ``shared``: the groups that mean the same everywhere, and ``main``: those of them by
+    which much can be dealt out."""
 
     candidates: Mapping[str, tuple[Strategy, ...]]
     where: Mapping[str, tuple[tuple[int, str], ...]]
     colours: tuple[Mapping[str, int], ...]
+    shared: frozenset[str]
+    main: frozenset[str]
     found: dict[str, object] = field(default_factory=dict)  # of these candidates, on any cluster
 
     @classmethod
@@ -37,20 +40,21 @@ class Doubled:
 
     @classmethod
     def _find(cls, facts: Facts) -> Doubled:
-        shared, lying = find_main(facts, find_shared(facts, facts.colours[RADIUS])), _Lying()
+        shared, lying = find_shared(facts, facts.colours[RADIUS]), _Lying()
         where: dict[str, tuple[tuple[int, str], ...]] = {}
         candidates: dict[str, tuple[Strategy, ...]] = {}
         for name, options in facts.candidates.items():
-            pairs = [(i, w) for i, option in enumerate(options) for w in places_of(option, shared)]
+            pairs = [(i, w) for i, option in enumerate(options) for w in places_of(option)]
             where[name] = tuple(pairs)
             candidates[name] = tuple(lying.strategy(options[i], w) for i, w in pairs)
-        return cls(candidates, where, find_colours(facts.graph, candidates, radius=RADIUS))
+        colours = find_colours(facts.graph, candidates, radius=RADIUS)
+        return cls(candidates, where, colours, frozenset(shared), frozenset(find_main(facts, shared)))
 
 
-def places_of(option: Strategy, shared: Collection[str]) -> tuple[str, ...]:
+def places_of(option: Strategy) -> tuple[str, ...]:
     groups = {p.group for p in (*option.inputs, *option.outputs) if isinstance(p, Shard)}
     assert len(groups) <= 1, "a strategy is of one mesh axis"
-    return (SPREAD, TOGETHER) if any(g in shared for g in groups) else (ANYWHERE,)
+    return (SPREAD, TOGETHER) if groups else (ANYWHERE,)
 
 
 class _Lying(dict[tuple[Placement | None, str], Placement | None]):
@@ -69,6 +73,24 @@ class _Lying(dict[tuple[Placement | None, str], Placement | None]):
 def taken_apart(placement: Shard) -> tuple[str, str]:
     group, where = placement.group.rsplit("@", 1)
     return group, where
+
+
+class Renamed(dict[str, str]):
+    """Names of groups, with where their mass lies, for one of alike calls: what every layer has of its own is numbered
+    as it appears, so that it is called the same in all of them."""
+
+    def __init__(self, shared: Collection[str]) -> None:
+        super().__init__()
+        self.shared, self.numbers = shared, dict[str, int]()
+
+    def __missing__(self, name: str) -> str:
+        group, where = name.rsplit("@", 1)
+        if group not in self.shared:
+            group = f"own {self.numbers.setdefault(group, len(self.numbers))}"
+        return self.setdefault(name, f"{group}@{where}")
+
+    def all_of(self, placements: Iterable[Placement | None]) -> list[Placement | None]:
+        return [replace(p, group=self[p.group]) if isinstance(p, Shard) else p for p in placements]
 
 
 def ends_of(placements: Sequence[Placement | None], numbers: Collection[int]) -> dict[int, tuple[str, int]]:

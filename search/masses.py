@@ -4,12 +4,11 @@ The relaxation lets an all-to-all between two groups be free, as both may lie on
 worked on by that host alone. For every group g that means the same everywhere let m[g] >= 1/H be the share of the host,
 of H, that has most of it. With shares rho of g and sigma of another group h,
 
-    of B bytes stay on their host  B sum_j rho[j] sigma[j] <= B min(m[g], m[h])
-    all-to-all  >=  B (1 - min(m[g], m[h])) / (all hosts' ways out together)                                   (wire)
+    all-to-all  >=  B W (1 - min(m[g], m[h]))                                                                  (wire)
 
-as what leaves a host goes by its way out. In the stages of ``chain``'s path all its calls are dealt out by one
-group, or by none, so the busiest rank of the host with most of it, of n ranks, bounds them all: with ``F + s x`` below
-a call's seconds at share x,
+as what leaves a host goes by its way out; ``crossing`` says what W is. In the stages of ``chain``'s path all its calls
+are dealt out by one group, or by none, so the busiest rank of the host with most of it, of n ranks, bounds them all:
+with ``F + s x`` below a call's seconds at share x,
 
     T >= sum over the path's calls of  min over kinds of hosts of  F + s m[g] / n                              (path)
     T >= the same of all calls that are dealt out by g, for any one g: the same rank in every stage            (group)
@@ -23,8 +22,8 @@ by what crosses then (``_paid_s``).
 All of it is linear in m, so m need not be known: every option of g is there twice, as if g were spread evenly (m = 1/H)
 and as if it were on one host (m = 1), and a plan is the mixture with (m - 1/H) / (1 - 1/H) of the second. A value that
 goes from g to h goes from one host to one host for the lesser of both parts at most, and any other part of it crosses
-with 1 - 1/H of its bytes: together 1 - min(m[g], m[h]). Groups of which every layer has its own stand once, as if
-they lay where whatever they meet on one host does.
+with 1 - 1/H of its bytes: together 1 - min(m[g], m[h]). Of groups of which every layer has its own, the mixture is of
+all these layers.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from hap.search.chain import find_chain
 from hap.search.classes import Read
 from hap.search.companions import Companion, find_companions
 from hap.search.copies import with_copies
-from hap.search.crossing import find_parts, find_ports
-from hap.search.doubled import ANYWHERE, RADIUS, SPREAD, TOGETHER, Doubled, ends_of, taken_apart
+from hap.search.crossing import find_parts, find_ports, seconds_apart
+from hap.search.doubled import ANYWHERE, RADIUS, SPREAD, TOGETHER, Doubled, Renamed, ends_of, taken_apart
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import seeded, until
@@ -87,15 +86,15 @@ class Masses:
         return max(known_s, program.solver.proved / MS * (1 - SAFETY)) if is_enough else known_s
 
 
-def _rate(facts: Facts) -> tuple[int, float] | None:
-    """How many hosts there are, or ranks where there is one host, and bytes/s of all their ways out, or in, together,
-    whichever is less. None if some have none of their own."""
+def _rate(facts: Facts) -> tuple[int, float, float] | None:
+    """How many hosts there are, or ranks where there is one host, and ``seconds_apart``. None if some have no ways of
+    their own."""
     hosts = len({d.host for d in facts.cluster.devices})
     units = hosts if hosts > 1 else facts.cluster.world_size
     ports = find_ports(facts, find_parts(facts))
     if sum(port.alike for port in ports) != units or units == 1:
         return None
-    return units, min(sum(p.alike * p.up for p in ports), sum(p.alike * p.down for p in ports))
+    return units, *seconds_apart(ports)
 
 
 def _strongest(facts: Facts) -> float:
@@ -111,9 +110,9 @@ def _strongest(facts: Facts) -> float:
 class _Program(Relaxation):
     """See the module docstring."""
 
-    def __init__(self, facts: Facts, hosts: int, bytes_per_s: float) -> None:
-        self.hosts, self.bytes_per_s = hosts, bytes_per_s
-        doubled = Doubled.of(facts)
+    def __init__(self, facts: Facts, hosts: int, apart_s: float, beside_s: float) -> None:
+        self.hosts, self.apart_s, self.beside_s = hosts, apart_s, beside_s
+        self.doubled = doubled = Doubled.of(facts)
         self.where = doubled.where
         other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here={})
         other.__dict__.update(colours=doubled.colours, calls=facts.calls)
@@ -171,7 +170,7 @@ class _Program(Relaxation):
         if isinstance(source, Shard) and isinstance(target, Shard):
             (g, here), (h, there) = (taken_apart(p) for p in (source, target))
             if not _same_ranges(source, target) and g != h and SPREAD in (here, there):
-                seconds += nbytes * (1 - 1 / self.hosts) / self.bytes_per_s
+                seconds += nbytes * (1 - 1 / self.hosts) * self.apart_s
         return seconds
 
     def is_converted(self, source: Placement | None, target: Placement) -> bool:
@@ -201,8 +200,7 @@ class _Program(Relaxation):
             busiest_ms = count * self._busiest_s(parts, where) * MS
             if self.fine[name] not in others or parts.group is None:
                 path.append((variable, -busiest_ms))
-            if where != ANYWHERE:
-                assert parts.group is not None
+            if parts.group in self.doubled.main:
                 groups.setdefault(parts.group, [(slowest, 1.0)]).append((variable, -busiest_ms))
         path += self._companions(facts, find_companions(facts, chain))
         for terms in (mean, path, *groups.values()):
@@ -218,7 +216,8 @@ class _Program(Relaxation):
             ours = [found[name] for name in names if name in found]
             if len(ours) < len(names) or len({c.is_sibling for c in ours}) > 1:
                 continue
-            ends = self._ends(ours, slots)
+            renamed = [self._renamed(name) for name in names]
+            ends = self._ends(ours, renamed, slots)
             if ends is None:
                 continue
             through = any(c.reader != name for c, name in zip(ours, names, strict=True))
@@ -231,7 +230,8 @@ class _Program(Relaxation):
                 if where != ANYWHERE and (closes or all(c.is_last for c in ours)):
                     assert parts.group is not None
                     claimed.setdefault((parts.group, where, closes), []).append((variable, parts))
-            for (group, where, closes), options in claimed.items():
+            for (own_name, where, closes), options in claimed.items():
+                group, _ = renamed[0][f"{own_name}@{where}"].rsplit("@", 1)
                 variables = [variable for variable, _ in options]
                 seconds = [self._busiest_s(parts, where) for _, parts in options]
                 yield from ((v, -len(names) * s * MS) for v, s in zip(variables, seconds, strict=True))
@@ -248,37 +248,43 @@ class _Program(Relaxation):
                     both = [[(flow, 1.0) for flow in flows] for flows in (away, own) if flows is not None]
                     lost.append(self._lost(both))
                     yield lost[-1], left * MS
-                if closes and (whole := self._by_others(ours, group)):
+                if closes and (whole := self._by_others(ours, renamed, group)):
                     lost.append(self._lost([whole]))
                     yield lost[-1], max(seconds) * MS
                 if lost:
                     here = [(v, float(len(names))) for v in variables]
                     self._row("apart", 0.0, np.inf, [*here, *((v, -1.0) for v in lost)])
 
+    def _renamed(self, name: str) -> Renamed:
+        """The names of groups for a call: those of its own options come first."""
+        found = Renamed(self.doubled.shared)
+        for option in self.facts.candidates[name]:
+            found.all_of((*option.inputs, *option.outputs))
+        return found
+
     def _ends(
-        self, ours: Sequence[Companion], slots: Mapping[tuple[Value, str | None], tuple[Transport, Read]]
+        self,
+        ours: Sequence[Companion],
+        renamed: Sequence[Renamed],
+        slots: Mapping[tuple[Value, str | None], tuple[Transport, Read]],
     ) -> list[tuple[Transport, Transport]] | None:
         """Where the path's calls read what these companions read, and where these do, with the names that groups have
         there: a transport has those of the first of its values, among which two groups may have changed places. None if
         companions of one kind do not read alike."""
         found: dict[tuple[int, int], tuple[Transport, Transport]] = {}
-        for one in ours:
+        for one, names in zip(ours, renamed, strict=True):
             call, reader = slots[one.value, one.call], slots[one.value, one.reader]
-            named = self._named(*call), self._named(*reader)
+            named = self._named(*call, names), self._named(*reader, names)
             first = found.setdefault((id(call[0]), id(reader[0])), named)
             for here, there in zip(named, first, strict=True):
-                if any(
-                    _lying(p) != _lying(q) and ANYWHERE not in (_lying(p)[1], _lying(q)[1])
-                    for p, q in itertools.chain(
-                        zip(here.produced, there.produced, strict=True), zip(here.wanted, there.wanted, strict=True)
-                    )
-                ):
+                if [*here.produced, *here.wanted] != [*there.produced, *there.wanted]:
                     return None
         return list(found.values())
 
-    def _named(self, transport: Transport, read: Read) -> Transport:
+    def _named(self, transport: Transport, read: Read, names: Renamed) -> Transport:
         produced = [s.outputs[read.index] for s in self.facts.candidates[read.value.node]]
-        return transport._replace(produced=produced, wanted=read.wants)
+        wanted = [p for p in names.all_of(read.wants) if p is not None]
+        return transport._replace(produced=names.all_of(produced), wanted=wanted)
 
     def _lost(self, limits: Iterable[list[tuple[int, float]]]) -> int:
         """A variable that is no more than any of these sums."""
@@ -287,32 +293,34 @@ class _Program(Relaxation):
             self._row("apart", 0.0, np.inf, [(lost, -1.0), *terms])
         return lost
 
-    def _by_others(self, ours: Iterable[Companion], group: str) -> list[tuple[int, float]]:
+    def _by_others(
+        self, ours: Iterable[Companion], renamed: Iterable[Renamed], group: str
+    ) -> list[tuple[int, float]]:
         """How many of the path's calls read the whole value and are dealt out by another group, as what else they read
         is."""
-        found = list[tuple[int, float]]()
-        for call, value in {self.fine[c.call]: (c.call, c.value) for c in ours}.values():
-            position = self.facts.graph.by_name[call].inputs.index(value)
-            for variable, option in zip(self.x[self.fine[call]], self.facts.candidates[call], strict=True):
-                lies = {_lying(p) for p in (*option.inputs, *option.outputs) if isinstance(p, Shard)}
-                if option.inputs[position] == REPLICATE and any(g != group and w != ANYWHERE for g, w in lies):
-                    found.append((variable, float(self.count[self.fine[call]])))
-        return found
+        found = dict[int, float]()
+        for one, names in zip(ours, renamed, strict=True):
+            position = self.facts.graph.by_name[one.call].inputs.index(one.value)
+            kind = self.fine[one.call]
+            for variable, option in zip(self.x[kind], self.facts.candidates[one.call], strict=True):
+                lies = {_lying(p)[0] for p in names.all_of((*option.inputs, *option.outputs)) if isinstance(p, Shard)}
+                if option.inputs[position] == REPLICATE and lies - {group}:
+                    found[variable] = float(self.count[kind])
+        return list(found.items())
 
     def _paid_s(self, facts: Facts, ours: Iterable[Companion], parts: Parts, where: str) -> float:
         """What a sibling is claimed for though the path's call has the value turned to another group g: c below.
 
-        On a host j both take ``(s[c] rho[j] + s sigma[j]) / n`` at least. The rows count ``1 - min(m[g], m[h])`` of
-        the bytes as crossing, where ``1 - sum rho sigma`` do. Let m[g] <= m[h], and k be the host with most of h: then
-        ``m[g] - sum rho sigma >= m[h] (m[g] - rho[k])``, so with ``W`` seconds for an H-th of the bytes what crosses
-        beside takes ``W (m[g] - rho[k])`` at least. On k what is claimed for c, and a part y of that for the sibling,
-        is more than both take by ``(s[c] (m[g] - rho[k]) - (1 - y) s m[h]) / n`` at most; and m[h] >= m[g] - rho[k].
-        Where m[h] < m[g], by ``y s (m[h] - sigma[k]) / n``, with k the host with most of g. So it is paid for with
+        On a host j both take ``(s[c] rho[j] + s sigma[j]) / n`` at least. Let m[g] <= m[h], and k be the host with most
+        of h: beside what the rows count the exchange takes ``E (m[g] - rho[k])`` at least, with E seconds for all of
+        the value (``crossing``). On k what is claimed for c, and a part y of that for the sibling, is more than both
+        take by ``(s[c] (m[g] - rho[k]) - (1 - y) s m[h]) / n`` at most; and m[h] >= m[g] - rho[k]. Where m[h] < m[g],
+        by ``y s (m[h] - sigma[k]) / n``, with k the host with most of g. So it is paid for with
 
-            y <= 1,  y <= n W / s,  s[c] - (1 - y) s <= n W        for every kind of hosts
+            y <= 1,  y <= n E / s,  s[c] - (1 - y) s <= n E        for every kind of hosts
 
         ranks of k that have nothing of either do not even launch, so launches are not claimed."""
-        wire_s = min(facts.graph.meta(c.value).nbytes for c in ours) / self.bytes_per_s / self.hosts
+        wire_s = min(facts.graph.meta(c.value).nbytes for c in ours) * self.beside_s
         own = self._slopes(parts)
         part, launch_s = 1.0, 0.0
         for name in {self.fine[c.call]: c.call for c in ours}.values():
@@ -336,8 +344,6 @@ class _Program(Relaxation):
         """What a call takes on the busiest rank of the host with most of its group, of whatever kind that is."""
         if parts.group is None:
             return min(parts_seconds(parts, 1.0, d) for d in self.devices)
-        if where == ANYWHERE:
-            return 0.0
         key = (parts, where)
         if key not in self._busy:
             most = 1.0 if where == TOGETHER else 1 / self.hosts

@@ -26,7 +26,8 @@ from hap.rules.choices import Choices, choices
 from hap.search import masses
 from hap.search.chain import find_chain
 from hap.search.companions import find_companions
-from hap.search.doubled import SPREAD, TOGETHER
+from hap.search.crossing import seconds_apart
+from hap.search.doubled import ANYWHERE, SPREAD, TOGETHER
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.rounding import round_shares
@@ -35,6 +36,7 @@ from tests.search.test_bound_measured import PLAIN, measured
 from tests.search.test_masses import hosts
 
 LAYERS = mlp(batch=512, width=64, layers=3)
+DEEP = mlp(batch=512, width=64, layers=12)  # so many that layers are alike, each with groups of its own
 SLOW = 0.001  # TFLOP/s, at which calls take much longer than their launches
 
 
@@ -62,12 +64,16 @@ def of_step_s(found: Choices, devices: ClusterSpec, strategies: Mapping[str, Str
     for node in found.graph.nodes:
         members.setdefault(program.fine[node.name], []).append(node.name)
     for kind, names in members.items():
-        taken = Counter(found.strategies[name].index(strategies[name]) for name in names)
-        for variable, (option, lies) in zip(program.x[kind], program.where[names[0]], strict=True):
-            part, group = taken[option] / len(names), group_of(found.strategies[names[0]][option])
-            if lies in (SPREAD, TOGETHER):
-                assert group is not None
-                part *= together[group] if lies == TOGETHER else 1 - together[group]
+        taken = Counter[tuple[int, str]]()
+        for name in names:
+            option, group = found.strategies[name].index(strategies[name]), group_of(strategies[name])
+            if group is None:
+                taken[option, ANYWHERE] += 1
+            else:
+                taken[option, TOGETHER] += together[group]  # type: ignore[assignment]
+                taken[option, SPREAD] += 1 - together[group]  # type: ignore[assignment]
+        for variable, lies in zip(program.x[kind], program.where[names[0]], strict=True):
+            part = taken[lies] / len(names)
             program._row("taken", part, part, [(variable, 1.0)])
     solved = program.solver.solve(program.solving)
     assert solved is not None and solved.is_optimal
@@ -93,19 +99,19 @@ def on_hosts(found: Choices, devices: ClusterSpec, put: Mapping[str, str]) -> di
     }
 
 
-def inputs_turned(devices: ClusterSpec) -> tuple[dict[str, Strategy], dict[str, tuple[int, ...]]]:
+def inputs_turned(devices: ClusterSpec, found: Choices = LAYERS) -> tuple[dict[str, Strategy], GroupSizes]:
     """By samples on one host, but for inputs' gradients: these are summed over the other one, in the same time as
     weights' gradients."""
-    facts = facts_of(LAYERS, devices)
+    facts = facts_of(found, devices)
     siblings = {c.call for c in find_companions(facts, find_chain(facts)).values() if c.is_sibling}
-    strategies, batch = all_but(siblings)
-    return strategies, on_hosts(LAYERS, devices, dict.fromkeys(LAYERS.groups, "h0") | {batch: "h1"})
+    strategies, batch = all_but(siblings, found)
+    return strategies, on_hosts(found, devices, dict.fromkeys(found.groups, "h0") | {batch: "h1"})
 
 
-def all_but(turned: Collection[str]) -> tuple[dict[str, Strategy], str]:
+def all_but(turned: Collection[str], found: Choices = LAYERS) -> tuple[dict[str, Strategy], str]:
     """Strategies by samples, but for these products, which are summed over what their inputs' columns are dealt out
     to; and the samples' group."""
-    found, made = LAYERS, dict[Value, object]()
+    made = dict[Value, object]()
     batch = next(
         p.group for s in found.strategies["i_args_0"] for p in s.outputs if isinstance(p, Shard) and p.dim == 0
     )
@@ -136,14 +142,17 @@ def test_weights_gradients_stand_beside_inputs_gradients() -> None:
 
 
 @pytest.mark.parametrize("network", ["1000GB/s", "10GB/s", "1GB/s", "100MB/s"])
-def test_two_hosts_at_once_are_not_counted_twice(network: str) -> None:
+@pytest.mark.parametrize("found", [LAYERS, DEEP], ids=["shared", "of every layer"])
+def test_two_hosts_at_once_are_not_counted_twice(found: Choices, network: str) -> None:
     """Where the network is quick the bound is what the step takes; where it is slow, what crosses is paid for."""
     devices = hosts((SLOW, 1), (SLOW, 1), network=network)
-    assert 0.9 < ratio(LAYERS, devices, *inputs_turned(devices)) <= 1 + 1e-6
+    assert (found is LAYERS) == (found.groups.keys() <= masses.Doubled.of(facts_of(found, devices)).shared)
+    assert 0.9 < ratio(found, devices, *inputs_turned(devices, found)) <= 1 + 1e-6
 
 
 @pytest.mark.parametrize("wrong", ["never apart", "all paid for"])
-def test_that_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("found", [LAYERS, DEEP], ids=["shared", "of every layer"])
+def test_that_is_seen(found: Choices, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what may run beside other groups claimed in full, the bound is above what the step takes."""
     if wrong == "never apart":
         monkeypatch.setattr(masses, "_apart", lambda *_: iter(()))
@@ -152,7 +161,35 @@ def test_that_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
             masses._Program, "_paid_s", lambda self, facts, ours, parts, where: self._busiest_s(parts, where)
         )
     devices = hosts((SLOW, 1), (SLOW, 1), network="1000GB/s")
-    assert ratio(LAYERS, devices, *inputs_turned(devices)) > 1.2
+    assert ratio(found, devices, *inputs_turned(devices, found)) > 1.2
+
+
+@pytest.mark.parametrize("networks", [["1GB/s"] * 3, ["10GB/s", "1GB/s", "1GB/s"]], ids=["alike", "not"])
+def test_exchanges_take_what_the_slowest_way_lets_through(networks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that turns what it computes between rows and columns, dealt out evenly, after every call."""
+
+    class Acts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.empty(4095))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.bias
+            for act in (torch.relu, torch.tanh, torch.sigmoid, torch.neg):
+                x = act(x)
+            return x.square().mean()
+
+    with torch.device("meta"):
+        found = choices(capture(Acts(), torch.empty(4095, 4095), name="acts"))
+    devices = hosts(*[(1000, 1)] * 3, network=networks)
+    both, strategies = itertools.cycle(found.groups), dict[str, Strategy]()
+    for node in found.graph.nodes:
+        options, group = found.strategies[node.name], next(both)
+        strategies[node.name] = next((s for s in options if group_of(s) == group), options[0])
+    sizes = {name: round_shares([1.0] * 3, group.n) for name, group in found.groups.items()}
+    assert 0.9 < ratio(found, devices, strategies, sizes) <= 1 + 1e-6
+    monkeypatch.setattr(masses, "seconds_apart", lambda ports: tuple(1.1 * s for s in seconds_apart(ports)))
+    assert ratio(found, devices, strategies, sizes) > 1.001
 
 
 def test_without_them_less_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +250,7 @@ def turning() -> Choices:
 def test_groups_that_change_places_have_the_names_of_each_value(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All goes by one group on one host, but for the inputs' gradient beside one weight's, which goes by another."""
     if names == "of the first":
-        monkeypatch.setattr(masses._Program, "_named", lambda self, transport, read: transport)
+        monkeypatch.setattr(masses._Program, "_named", lambda self, transport, *_: transport)
     found, devices = turning(), hosts((SLOW, 1), (SLOW, 1), network="1000GB/s")
     companions = find_companions(facts_of(found, devices), find_chain(facts_of(found, devices)))
     one, other = (name for name, group in found.groups.items() if group.label in ("batch", "args.0 dim 1"))
@@ -262,24 +299,20 @@ def climbed(seed: int, steps: int, models: Mapping[str, Choices]) -> float:
     comes nearer. It begins with companions of one group and the path of another, on different hosts."""
     rng = random.Random(seed)
     found = models[rng.choice(sorted(models))]
-    network = rng.choice(["100MB/s", "1GB/s", "10GB/s", "100GB/s", "1000GB/s"])
+    networks = ["100MB/s", "1GB/s", "10GB/s", "100GB/s", "1000GB/s"]
+    network = rng.choice(networks)
     many, speed = rng.choice([2, 2, 3, 4]), rng.choice([0.001, 0.01, 0.1])
     alike = rng.random() < 0.6
     kinds = [
         (speed if alike else speed * rng.choice([1, 1.3, 2]), 1 if alike else rng.choice([1, 2])) for _ in range(many)
     ]
-    devices = hosts(*kinds, network=network)
+    slower = rng.choice([network, rng.choice(networks)])
+    devices = hosts(*kinds, network=[network, *(rng.choice([network, slower]) for _ in kinds[1:])])
     facts = facts_of(found, devices)
     if masses._rate(facts) is None:
         return 0.0
     companions = find_companions(facts, find_chain(facts))
-    lying = masses.Doubled.of(facts).where
-    main = {
-        group
-        for name, pairs in lying.items()
-        for option, where in pairs
-        if where in (SPREAD, TOGETHER) and (group := group_of(found.strategies[name][option]))
-    }
+    main = masses.Doubled.of(facts).main
     on, off = rng.sample(sorted(main), 2)
     strategies, made = dict[str, Strategy](), dict[Value, object]()
     for node in found.graph.nodes:
@@ -330,7 +363,8 @@ def fits(found: Choices, strategies: Mapping[str, Strategy]) -> bool:
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
 def test_no_program_is_below_its_bound(seed: int) -> None:
-    assert climbed(seed, 40, {"layers": LAYERS, "mixer": mixer(16, 32, 64), "experts": experts()}) <= 1 + 1e-6
+    models = {"layers": LAYERS, "mixer": mixer(16, 32, 64), "experts": experts(), "deep": DEEP}
+    assert climbed(seed, 40, models) <= 1 + 1e-6
 
 
 @pytest.mark.long

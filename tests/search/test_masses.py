@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,9 +24,11 @@ LINKS = "link: {{bandwidth: 100GB/s, latency: 1us}}, network: {{bandwidth: {netw
 HOST = f"  - {{{{name: h{{i}}, devices: [{GPU}], {LINKS}}}}}\n"
 
 
-def hosts(*kinds: tuple[float, int], network: str) -> ClusterSpec:
+def hosts(*kinds: tuple[float, int], network: str | Sequence[str]) -> ClusterSpec:
     """(TFLOP/s of a device, devices) of every host."""
-    lines = [HOST.format(i=i, tflops=t, count=n, network=network) for i, (t, n) in enumerate(kinds)]
+    networks = [network] * len(kinds) if isinstance(network, str) else network
+    each = enumerate(zip(kinds, networks, strict=True))
+    lines = [HOST.format(i=i, tflops=t, count=n, network=own) for i, ((t, n), own) in each]
     return ClusterSpec.from_yaml("name: hosts\nbackend: nccl\nhosts:\n" + "".join(lines))
 
 

@@ -28,8 +28,8 @@ A call may read v through one of one argument, such as a transposition, that sta
 follower's e may then be with it wherever it is dealt out by another group.
 
 Of the calls between c and e only the last may make something else than a gradient that is summed: the sum parts the
-others from what comes after. Where the path is dealt out by no group nothing is lost: a call that every rank makes takes
-its time on the busiest rank, too, whoever that is.
+others from what comes after. Where the path is dealt out by no group nothing is lost: a call that every rank makes
+takes its time on the busiest rank, too, whoever that is.
 """
 
 from __future__ import annotations

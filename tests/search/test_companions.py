@@ -312,8 +312,7 @@ def climbed(seed: int, steps: int, models: Mapping[str, Choices]) -> float:
     if masses._rate(facts) is None:
         return 0.0
     companions = find_companions(facts, find_chain(facts))
-    main = masses.Doubled.of(facts).main
-    on, off = rng.sample(sorted(main), 2)
+    on, off = rng.sample(sorted(found.groups), 2)
     strategies, made = dict[str, Strategy](), dict[Value, object]()
     for node in found.graph.nodes:
         options = fitting(found, node.name, made)

@@ -11,9 +11,10 @@ with the weights, lines, variables and rows of ``relaxation``. For any lambda in
     T  >=  min over the relaxation's points of  lambda compute + (1 - lambda) wire
 
 and the lambda that makes it largest is found by cutting planes: every solution is a line in lambda, which bounds what
-any lambda can gain from above. The passes may fold a bias into its product, so what may be such an addition counts as
-nothing, and bundle what is small: a bundle of no more than ``LIMIT_BYTES`` costs, of its members, each the part that
-its bytes are of that limit. What an all-to-all between shards carries may be nothing; its latency and its copies count.
+any lambda can gain from above. The passes may fold a bias into its product, and zeros into what is written among them,
+so what may be such a call counts as nothing. They bundle what is small: a bundle of no more than ``LIMIT_BYTES`` costs,
+of its members, each the part that its bytes are of that limit. What an all-to-all between shards carries may be
+nothing; its latency and its copies count.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from hap.conversion import collective_kind
 from hap.cost_models.collective import candidates, collective_coefficients
 from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
-from hap.graph import Graph, Node
+from hap.graph import Graph, Node, Value
 from hap.hosts_sum import HOSTS_SUM
 from hap.plan import Collective
 from hap.search.bound import computes_like
@@ -87,7 +88,10 @@ def _most_promising(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def may_be_folded(graph: Graph, node: Node) -> bool:
-    """Whether it adds a bias to a product, as far as can be told before it is known what is in between."""
+    """Whether it adds a bias to a product, or makes zeros that something is written among, as far as can be told before
+    it is known what is in between."""
+    if node.op == "aten.zeros_like.default":
+        return any(user.op == "aten.scatter.src" for user, _ in graph.users.get(Value(node.name, 0), ()))
     if node.op != "aten.add.Tensor" or len(node.inputs) != 2:
         return False
     product, bias = (graph.by_name[v.node] for v in node.inputs)

@@ -241,7 +241,8 @@ class Tried:
         if found is None or not found.fits:
             return False
         self.glances[number] = found
-        self.foresee(number, found, if_least=True)
+        if number < self.kinds:  # the bounds of others count only if they are planned for
+            self.foresee(number, found, if_least=True)
         seen_s = search.look_s(found)
         if seen_s is not None:
             self.seen[number] = seen_s

@@ -164,11 +164,10 @@ class Tried:
             glanced=all_of_them is None and 0 in self.glanced,
         )
 
-    def foresee(self, number: int, found: Found, *, if_least: bool = False) -> None:
-        """The bounds are raised for this plan of that cluster, as long as nothing better is known; ``if_least``: only
-        if that cluster has the least."""
+    def foresee(self, number: int, found: Found) -> None:
+        """The bounds are raised for this plan of that cluster, as long as nothing better is known."""
         if self.beside is not None:
-            self.beside.ask("raised_if_least_s" if if_least else "raised_s", self._aim(number, found))
+            self.beside.ask("raised_s", self._aim(number, found))
 
     def raised_bound_s(self) -> float:
         """Below all plans on every one of the clusters, as near to the best of them as is looked for."""
@@ -241,8 +240,6 @@ class Tried:
         if found is None or not found.fits:
             return False
         self.glances[number] = found
-        if number < self.kinds:  # the bounds of others count only if they are planned for
-            self.foresee(number, found, if_least=True)
         seen_s = search.look_s(found)
         if seen_s is not None:
             self.seen[number] = seen_s

@@ -72,13 +72,8 @@ class LeastBound:
         facts = self.searches[number].problem.facts
         return as_run_bound_s(facts) if facts.batches.count == 1 and facts.cluster.world_size > 1 else None
 
-    def raised_if_least_s(self, aim: Aim) -> float | None:
-        """``raised_s`` where the plan's own cluster has the least bound, as it will be asked about first whatever else
-        is found; None elsewhere."""
-        return self.raised_s(aim) if self._least(self._rough(aim.number))[0] == aim.number else None
-
     def raised_s(self, aim: Aim) -> float:
-        """The same, raised as long as it is far below this plan's step."""
+        """Below all plans of the searches, raised as long as it is far below this plan's step."""
         rough = self._rough(aim.number)
         raised = {n for n in rough if _can_be_raised(self.searches[n])}
         unlike = {n for n in raised if not self._is_massed(n)}  # by masses they may be raised

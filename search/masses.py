@@ -1,8 +1,8 @@
 """The joint bound where a group's mass may lie anywhere: what is kept off the wire is paid for on the path.
 
 The relaxation lets an all-to-all between two groups be free, as both may lie on one host; but what lies on one host is
-worked on by that host alone. For every group g that means the same everywhere let m[g] >= 1/H be the share of the host,
-of H, that has most of it. With shares rho of g and sigma of another group h,
+worked on by that host alone. For every group g let m[g] >= 1/H be the share of the host, of H, that has most of it.
+With shares rho of g and sigma of another group h,
 
     all-to-all  >=  B W (1 - min(m[g], m[h]))                                                                  (wire)
 
@@ -11,7 +11,7 @@ are dealt out by one group, or by none, so the busiest rank of the host with mos
 with ``F + s x`` below a call's seconds at share x,
 
     T >= sum over the path's calls of  min over kinds of hosts of  F + s m[g] / n                              (path)
-    T >= the same of all calls that are dealt out by g, for any one g: the same rank in every stage            (group)
+    T >= the same of all calls that are dealt out by one g that means the same everywhere: one rank            (group)
     T >= sum over all calls, weighted, as in ``relaxation``                                                    (mean)
 
 Calls beside the path count in (path), too: ``companions`` says where one may run beside another group than its own. The

@@ -53,7 +53,10 @@ def test_the_others(tmp_path: Path) -> None:
     case |= {"overlapped_bound_s": 0.06, "gap_as_run": 0.25}
     text = written(tmp_path, "planning", {"a@b": case, "c@d": case | {"failure": "too large"}})
     row = r"\| a@b +\| +1\.3 \| +80 ms \| +60 ms \| 25\.0% \| +100 ms \| +97 ms \| +3\.1% \|"
-    assert re.search(row, text) and "c@d" not in text
+    assert re.search(row, text) and "c@d" not in text and "no bound can close" not in text
+    gaps = {"that_no_bound_can_close": 0.211, "of_the_shortest_found": 0.181}
+    text = written(tmp_path, "planning", {"a@b": case}, **{f"worst_gap_to_128_{k}": v for k, v in gaps.items()})
+    assert "by up to 21.1%, which" in text and "at most 18.1% below" in text
     case = {"wall_s": 41.2, "normal_gap": 0.066, "step_s": 0.1, "bound_s": 0.0972}
     counts = {"cases_to_128": 20, "cases_to_128_within_3_percent": 11, "the_same_by_planning_alone": 9}
     text = written(tmp_path, "planning_proofs", {"a@b": case}, **counts)

@@ -192,17 +192,17 @@ def planned(model: str, name: str, *, batches: int = 1) -> Row:
         tight=p.tight,
         terms_ms=_terms(facts, plan),
         used=plan.world_size,
-        least_s=_shortest_s(found, spec, plan) if batches == 1 and name in SMALL else None,
+        least_s=_shortest_s(found, spec, plan, apart=batches == 1 and name in SMALL),
         overlapped_bound_s=p.overlapped_bound_s,
     )
 
 
-def _shortest_s(found: Choices, spec: ClusterSpec, plan: Plan) -> float | None:
-    """With nothing overlapped, of all plans met by searches of all devices and of those left without the slowest kinds,
-    each for itself; None where that is the plan's own."""
+def _shortest_s(found: Choices, spec: ClusterSpec, plan: Plan, *, apart: bool) -> float | None:
+    """With nothing overlapped, of all plans met; ``apart``: also by a search of its own for all devices, and for those
+    left without each of the slowest kinds. None where that is the plan's own."""
     whole_s = Problem.state(found, spec, plan.provenance.optimizer, Pins()).whole_s.tolist()
     plans = [plan]
-    for ranks in ((), *slowest_kinds(spec.devices, whole_s)):
+    for ranks in ((), *slowest_kinds(spec.devices, whole_s)) if apart else ():
         try:
             plans.append(plan_graph(found, without(spec, ranks) if ranks else spec))
         except InfeasibleError:

@@ -20,6 +20,10 @@ or closed. Of a large program that takes too long: there U is ``near`` enough if
 relaxation that was solved; and where there is no U after ``DIVE`` relaxations one is looked for at any price: of the
 decision that mixes what is most unlike, of what it mixes the option that takes least is taken, until all are whole.
 Where relaxations take many steps, each ``STEPS`` of them count as one.
+
+A half that is far from what it is half of, as where what is taken goes with nothing else, takes the dual simplex
+method long, and mostly ends as no better than the best point. So it is put off after ``PATIENCE`` steps with the bound
+that these have proved, and gone on with only where it would be next; and each ends where it is proved to be closed.
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from ortools.math_opt import parameters_pb2, solution_pb2
 
 from hap.fabric import Array
-from hap.search.protos import DUAL, OFF, KeptSolver, Solution, seeded
+from hap.search.protos import DUAL, OFF, KeptSolver, Solution, seeded, until
 
 Decision = NDArray[np.int64]  # the variables of which exactly one is 1
 INTEGRAL = 1e-6  # a value this close to 0 or 1 is 0 or 1
@@ -41,20 +46,27 @@ LEAST = 1e-5  # of a part's bound: a half is taken to rise by no less, so that t
 NEAR = 1e-3  # from whole: a rise for each 1 is not told from less
 DIVE = 50  # relaxations
 STEPS = 200  # of the simplex method: about what a relaxation takes
+PATIENCE = 400  # steps of a half, before it is put off
 NO_POINT = 0.1  # of a part's bound: a half without a point is taken to rise by so much, or to the best point
 RELAXED = seeded(lp_algorithm=DUAL, presolve=OFF)  # presolve would take longer than most solutions, and hide the basis
+BEGUN = seeded(lp_algorithm=DUAL, presolve=OFF, iteration_limit=PATIENCE)
 
 
 @dataclass(frozen=True)
 class Part:
-    """All choices within these upper bounds (V,), and their relaxation."""
+    """All choices within these upper bounds (V,), what none of them is below, their relaxation, unless that was put
+    off, and the basis that the simplex method ended at."""
 
     upper: Array
-    relaxed: Solution
+    bound: float
+    relaxed: Solution | None
+    basis: solution_pb2.BasisProto | None = None
 
     @property
-    def bound(self) -> float:
-        return self.relaxed.objective
+    def known(self) -> Solution:
+        """The relaxation, where it was not put off."""
+        assert self.relaxed is not None, "a part that is next is gone on with before it is looked at"
+        return self.relaxed
 
 
 class Rises:
@@ -100,6 +112,8 @@ class Branches:
     def __post_init__(self) -> None:
         widest = max(len(d) for d in self.decisions)
         self._rises, self._dived, self._steps = Rises(len(self.decisions)), False, 0
+        self._near: list[Part] = []  # whose optima are few steps from where the solver is
+        self._pushed = 0
         self._options = np.array([np.pad(d, (0, widest - len(d)), mode="edge") for d in self.decisions])  # (D, options)
         self._are = np.arange(widest) < np.array([[len(d)] for d in self.decisions])
         self._takes = self.stakes[self._options]
@@ -107,9 +121,11 @@ class Branches:
     def search(self, root: Part) -> None:
         """The best choice of ``root``."""
         part: Part | None = root
+        self._near = [root]
         while part is not None and not self._is_enough(part):
             part = self._next(part)
-            if self.near and self.best is None and self._effort >= DIVE and not self._dived and part is not None:
+            late = self.near > 0.0 and self.best is None and self._effort >= DIVE and not self._dived
+            if late and part is not None and part.relaxed is not None:
                 self._dive(part)
         self.bound = self._least(part)
 
@@ -126,19 +142,19 @@ class Branches:
     def _dive(self, part: Part) -> None:
         """A point of ``part``, if it is met by taking what takes least."""
         self._dived, at = True, part
-        while not (whole := self._whole(at.relaxed.values)).all():
+        while not (whole := self._whole(at.known.values)).all():
             self.check()
-            x = np.where(self._are, at.relaxed.values[self._options], 0.0)
+            x = np.where(self._are, at.known.values[self._options], 0.0)
             number = int(np.where(whole, -1.0, self._mixed(x)).argmax())
             option = int(np.where(x[number] > INTEGRAL, self._takes[number], np.inf).argmin())
             upper = at.upper.copy()
             upper[self.decisions[number]] = 0.0
             upper[self.decisions[number][option]] = 1.0
-            solved = self._part(upper, at.bound)
+            solved = self._part(upper, at)
             if solved is None or solved.bound >= self._worth:
                 return
             at = solved
-        self.best = at.relaxed
+        self.best = at.known
 
     def _least(self, part: Part | None) -> float:
         """What no choice but the best is below, while ``part`` is next."""
@@ -146,23 +162,37 @@ class Branches:
         return min(self.bound, first, np.inf if part is None else part.bound)
 
     def _next(self, part: Part) -> Part | None:
-        """After ``part``, which is closed or divided: the part to go on with."""
-        halves = [] if self._is_done(part) else self._divided(part)
-        halves.sort(key=lambda half: half.bound)
-        for half in halves[1:]:
-            heapq.heappush(self._open, (half.bound, self.solved, half))
-        if halves:
-            return halves[0]
+        """After ``part``, which is closed, divided, or gone on with: the part to go on with."""
+        if not self._is_done(part):
+            if part.relaxed is None:
+                self._push(self._resumed(part))
+            else:
+                halves = sorted(self._divided(part), key=lambda half: (half.relaxed is None, half.bound))
+                if halves and halves[0].relaxed is not None:
+                    self._push(halves[1:])
+                    return halves[0]
+                self._push(halves)
         return heapq.heappop(self._open)[2] if self._open else None
+
+    def _push(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._pushed += 1
+            heapq.heappush(self._open, (part.bound, self._pushed, part))
 
     def _is_done(self, part: Part) -> bool:
         """Whether nothing in it is better than the best, which it may be itself."""
         if part.bound < self._worth:
-            if not self._whole(part.relaxed.values).all():
+            if part.relaxed is None or not self._whole(part.relaxed.values).all():
                 return False
             self.best = part.relaxed
         self.bound = min(self.bound, part.bound)
         return True
+
+    def _resumed(self, part: Part) -> list[Part]:
+        """What was put off, with its relaxation; nothing, if it is closed."""
+        self.check()
+        solved = self._part(part.upper, part)
+        return [] if solved is None else [solved]
 
     @property
     def _limit(self) -> float:
@@ -178,13 +208,13 @@ class Branches:
         """Its halves that have a point."""
         self.check()
         number, option, stake = self._chosen(part)
-        upper, x = self._without_dearer(part), float(part.relaxed.values[option])
+        upper, x = self._without_dearer(part), float(part.known.values[option])
         taken, left = upper.copy(), upper.copy()
         taken[self.decisions[number]] = 0.0
         taken[option], left[option] = 1.0, 0.0
         found = []
         for half, bounds, from_whole in ((0, taken, 1.0 - x), (1, left, x)):
-            solved = self._part(bounds, part.bound)
+            solved = self._part(bounds, part, BEGUN)
             rise = self._most_rise(part) if solved is None else solved.bound - part.bound
             self._rises.add(half, number, rise, from_whole, stake)
             found += [] if solved is None else [solved]
@@ -197,14 +227,14 @@ class Branches:
 
     def _chosen(self, part: Part) -> tuple[int, int, float]:
         """The decision to branch on, its option with the largest value, and how unlike those are that are mixed."""
-        x = np.where(self._are, part.relaxed.values[self._options], 0.0)
+        x = np.where(self._are, part.known.values[self._options], 0.0)
         mixed = self._mixed(x)
         option, largest = x.argmax(axis=1), x.max(axis=1)
         stakes = mixed / np.maximum(2.0 * largest * (1.0 - largest), NEAR)
         enough = self._limit - part.bound
         rises = np.minimum(self._rises.expected(np.array([1.0 - largest, largest]), stakes), enough)
         worth = np.maximum(rises, LEAST * abs(part.bound)).prod(axis=0)
-        worth[self._whole(part.relaxed.values)] = -1.0
+        worth[self._whole(part.known.values)] = -1.0
         chosen = int(np.lexsort((-mixed.round(9), -worth.round(12)))[0])
         return chosen, int(self._options[chosen, option[chosen]]), float(stakes[chosen])
 
@@ -221,20 +251,31 @@ class Branches:
     def _without_dearer(self, part: Part) -> Array:
         if self._limit == np.inf:
             return part.upper
-        x, reduced = part.relaxed.values, part.relaxed.reduced_costs
+        x, reduced = part.known.values, part.known.reduced_costs
         assert reduced is not None
         worth = self._limit - part.bound + INTEGRAL * abs(self._limit)
         return np.where((part.upper == 1.0) & (x < INTEGRAL) & (reduced > worth), 0.0, part.upper)
 
-    def _part(self, upper: Array, bound: float) -> Part | None:
-        """The choices within these bounds; None if there are none, or if the simplex method fails, and then all that is
-        known of them is ``bound``."""
+    def _part(
+        self, upper: Array, whole: Part, parameters: parameters_pb2.SolveParametersProto = RELAXED
+    ) -> Part | None:
+        """The choices of ``whole`` within these bounds; None if there are none, or none that may be better than the
+        best, or if the simplex method fails, and then all that is known of them is what is known of ``whole``."""
+        start = None if any(whole is part for part in self._near) else whole.basis
         self.solver.limit(upper)
         self.solved += 1
-        relaxed = self.solver.solve(RELAXED, reduced=True)
+        relaxed = self.solver.solve(until(parameters, self._worth), reduced=True, start=start)
         self._steps += self.solver.steps
+        basis, ended = self.solver.basis, self.solver.ended
+        self._near = [whole] if self.solver.steps <= STEPS else []
         if relaxed is not None and relaxed.is_optimal:
-            return Part(upper, relaxed)
-        if self.solver.ended != "infeasible":
-            self.bound = min(self.bound, bound)
+            part = Part(upper, relaxed.objective, relaxed, basis)
+            self._near.append(part)
+            return part
+        if ended == "infeasible":
+            return None
+        proved = max(whole.bound, self.solver.proved) if ended == "no_solution_found" else whole.bound
+        if parameters is BEGUN and proved < self._worth and self.solver.steps >= PATIENCE:
+            return Part(upper, proved, None, basis)
+        self.bound = min(self.bound, proved)
         return None

@@ -10,10 +10,9 @@ from hap.plan import Strategy
 from hap.search.cases import find_main, find_shared
 from hap.search.classes import find_colours
 from hap.search.prices import Facts
+from hap.search.relaxation import RADIUS
 
 SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
-RADIUS = 3  # of the colours that types are. A finer partition takes several times as long and shows hardly more; by a
-# coarser one, layers of two kinds in turn have attention in common, and what goes from one kind to the other is lost
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from hap.search.classes import Read
 from hap.search.companions import Companion, find_companions
 from hap.search.copies import with_copies
 from hap.search.crossing import find_parts, find_ports, seconds_apart
-from hap.search.doubled import ANYWHERE, RADIUS, SPREAD, TOGETHER, Doubled, Renamed, ends_of, taken_apart
+from hap.search.doubled import ANYWHERE, SPREAD, TOGETHER, Doubled, Renamed, ends_of, taken_apart
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import seeded, until
@@ -116,7 +116,7 @@ class _Program(Relaxation):
         self.where = doubled.where
         other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here={})
         other.__dict__.update(colours=doubled.colours, calls=facts.calls)
-        super().__init__(other, weighted_bound(facts)[1], crowded=False, radius=RADIUS)
+        super().__init__(other, weighted_bound(facts)[1], crowded=False)
         on_host = Counter(d.host for d in facts.cluster.devices)
         kinds = {}
         for d in facts.cluster.devices:
@@ -293,9 +293,7 @@ class _Program(Relaxation):
             self._row("apart", 0.0, np.inf, [(lost, -1.0), *terms])
         return lost
 
-    def _by_others(
-        self, ours: Iterable[Companion], renamed: Iterable[Renamed], group: str
-    ) -> list[tuple[int, float]]:
+    def _by_others(self, ours: Iterable[Companion], renamed: Iterable[Renamed], group: str) -> list[tuple[int, float]]:
         """How many of the path's calls read the whole value and are dealt out by another group, as what else they read
         is."""
         found = dict[int, float]()

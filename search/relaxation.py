@@ -56,7 +56,7 @@ from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.plan import Strategy
 from hap.search.bound import Line, device_classes, line_seconds, node_line, weighted_bound
-from hap.search.classes import RADIUS, Read, find_reads, who_reads
+from hap.search.classes import Read, find_reads, who_reads
 from hap.search.least import Least
 from hap.search.milp import GB, MS
 from hap.search.prices import Facts
@@ -66,6 +66,8 @@ from hap.search.saved import parts_of_calls, saved_bytes
 from hap.search.wires import ClassForms, RankClasses
 
 SAFETY = 1e-6  # of the bound: what the solver's tolerances may be worth
+RADIUS = 3  # of the colours that types are. A finer partition takes longer and shows no more here, and hardly more in
+# ``masses``; by a coarser one, layers of two kinds in turn have attention in common, and what goes between them is lost
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,6 @@ class Relaxation(Rows):
         facts: Facts,
         weights: Sequence[float],
         *,
-        radius: int = RADIUS,
         crowded: bool = True,
     ) -> None:
         """``crowded`` False: without the rows of memory between the passes."""
@@ -147,7 +148,7 @@ class Relaxation(Rows):
         self._parts = parts_of_calls(facts.graph)
         self._known: dict[Line, float] = {}
         self._cut: dict[int, float] = {}  # seconds of a slice, by the bytes of the whole
-        rounds = facts.colours[: radius + 1]
+        rounds = facts.colours[: RADIUS + 1]
         self.rounds = len(rounds)
         self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
         self.kept: list[tuple[int, float]] = []  # copies that both passes read

@@ -143,7 +143,7 @@ class WarmProgram:
         assert self.stakes is not None
         most, near = (MOST, NEAR) if self._is_large else (WORK // len(upper) ** 2, 0.0)
         tree = Branches(self.solver, self.decisions, self.stakes, most, below, near, self.check)
-        tree.search(Part(upper, relaxed))
+        tree.search(Part(upper, relaxed.objective, relaxed, self.solver.basis))
         self.is_empty = tree.best is None and tree.bound >= below
         return tree.best, tree.bound
 

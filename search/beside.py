@@ -57,6 +57,7 @@ class Beside:
     def _fork(self) -> None:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
+        self._forked_by = os.getpid()
         self._process = context.Process(target=_answer, args=(self.worker, theirs, self._pipe), daemon=True)
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -98,9 +99,14 @@ class Beside:
         try:
             return pipe.recv()
         except EOFError:
-            self._process.join()
-            code = self._process.exitcode
-            raise PlanError(f"the process that works beside the search has ended, with exit code {code}") from None
+            raise PlanError(f"the process that works beside the search has ended{self._exit_code()}") from None
+
+    def _exit_code(self) -> str:
+        """To be said, if it is known: only who forked a process is told."""
+        if os.getpid() != self._forked_by:
+            return ""
+        self._process.join()
+        return f", with exit code {self._process.exitcode}"
 
     def close(self) -> None:
         """The other process is ended. What is asked from now on is answered here."""

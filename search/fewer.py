@@ -42,7 +42,7 @@ from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF
 from hap.search.found import Found, best_of
 from hap.search.judge import LEANEST
-from hap.search.least_bound import MOST_NODES, Aim, LeastBound
+from hap.search.least_bound import MANY, MOST_NODES, Aim, LeastBound
 from hap.search.starts import least_compute_s
 from hap.search.subsets import LeftOut, beyond, fewer_hosts, kinds_of, look_beside, slowest_kinds, without
 
@@ -73,7 +73,8 @@ class Tried:
     """The searches of one job and what they have come to: that of the whole cluster first, with ``nest`` those of what
     is left without ``ranks``; the first ``kinds`` of them miss whole kinds of devices, the others some hosts of a
     kind, too. ``order``: their numbers, from all devices to the fewest. ``glances``: what fitted at first glance;
-    ``seen``: their steps as run, where they were played. ``beside``: the process that works on bounds."""
+    ``seen``: their steps as run, where they were played. ``beside``: the process that works on bounds, and ``second``
+    the one that it asks for some of them."""
 
     searches: list[Search]
     ranks: list[tuple[int, ...]] = field(default_factory=lambda: [()])
@@ -84,6 +85,7 @@ class Tried:
     kinds: int = field(init=False)
     least_bound: LeastBound = field(init=False)
     beside: Beside | None = None
+    second: Beside | None = None
     _asked: dict[int, Question] = field(default_factory=dict)  # for bounds
     _as_run: dict[int, Question] = field(default_factory=dict)  # for those of steps as run
 
@@ -112,6 +114,8 @@ class Tried:
                 self.least_bound.learn(number, known)
         self._prove_here()
         self.beside.close()
+        if self.second is not None:
+            self.second.close()
 
     def nest(self) -> None:
         """The smaller clusters are tried, too, and from now on bounds are proved in a second process. PlanError where
@@ -130,8 +134,10 @@ class Tried:
             self.searches.append(replace(search, problem=problem.on(without(problem.cluster, ranks))))
         self.order = [0, *map(self.ranks.index, nested)]
         self.kinds = 1 + len(kinds)
-        self.least_bound = LeastBound(self.searches, self.kinds)
         is_large = len(problem.choices.graph.nodes) >= FEWEST_NODES
+        if is_large and self.kinds >= MANY:
+            self.second = Beside(LeastBound(self.searches, self.kinds), apart=True)
+        self.least_bound = LeastBound(self.searches, self.kinds, self.second)
         self.beside = Beside(self.least_bound, apart=is_large, check=search.progress.check)
         for number in (*range(1, self.kinds), 0):  # what is asked first in plan_nested is asked first here
             self._asked[number] = self.beside.ask("bound_s", number)

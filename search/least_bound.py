@@ -5,6 +5,9 @@ long as the least of them is far below the plan it is raised, by ``masses`` wher
 because exchanges are free, or case by case over the batch's sizes (``cases``). What was raised for one plan is not
 raised again for the next: a search asks about what it sees first, and in the end about its plan. ``proofs`` go on with
 the cases of whichever cluster has the least.
+
+Where masses are asked about three clusters or more, it is nearly certain that all of them will be needed, and the half
+of them that would come last is asked for in a ``second`` process meanwhile, whatever the others come to.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hap.cost_models.sequence import ConversionCost
 from hap.plan import Strategy
 from hap.search.as_run_bound import as_run_bound_s
+from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF, Cases
 from hap.search.found import Found
 from hap.search.masses import Masses
@@ -28,6 +32,7 @@ NEAR = 0.005  # of the step: a bound as near as that is not raised ...
 FAR = 0.7  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
 LOOSE = 0.88  # ... but by masses one that is less than this of it, ...
 CHEAPER = 0.02  # ... if other strategies are cheaper by so much of it, relaxed. Heuristics
+MANY = 3  # clusters: from so many on, masses are asked about in two processes
 
 
 class Aim(NamedTuple):
@@ -44,13 +49,15 @@ class Aim(NamedTuple):
 
 
 class LeastBound:
-    """Of searches, by number: of the first ``kinds``, or of all, and of the one that a plan is for."""
+    """Of searches, by number: of the first ``kinds``, or of all, and of the one that a plan is for. ``second``: where
+    another one of them is at work, whose searches are the same."""
 
-    def __init__(self, searches: Sequence[Search], kinds: int | None = None) -> None:
-        self.searches, self.kinds, self._masses = searches, kinds, Masses()
+    def __init__(self, searches: Sequence[Search], kinds: int | None = None, second: Beside | None = None) -> None:
+        self.searches, self.kinds, self.second, self._masses = searches, kinds, second, Masses()
         self._known: dict[int, float] = {}
         self._by_masses: dict[int, float] = {}
         self._enough: dict[int, float] = {}  # of which no more was asked for
+        self._asked: dict[int, tuple[Question, float]] = {}  # of the second: for masses, with what is enough
         self._by_cases: dict[int, Cases | None] = {}
 
     def bound_s(self, number: int) -> float:
@@ -83,11 +90,12 @@ class LeastBound:
             if known_s >= (1 - NEAR) * aim.step_s:
                 return known_s
             if least in unlike and known_s < LOOSE * aim.step_s:
+                self._share_out({n: rough[n] for n in unlike}, aim)
                 unlike.remove(least)
                 if least != aim.number or self._is_dear(aim):
                     settled = (rough[n] for n in rough if n != least and n not in unlike and n not in coarse)
                     enough_s = min([(1 - NEAR) * aim.step_s, *settled])  # the least of all will be no more
-                    rough[least] = max(known_s, self._massed_s(least, enough_s))
+                    rough[least] = max(known_s, self.massed_s(least, enough_s))
                     if rough[least] > known_s:  # cases, which know nothing of it, would hardly come to more
                         coarse.discard(least)
             elif known_s < FAR * aim.step_s or least not in coarse:
@@ -113,8 +121,25 @@ class LeastBound:
                 return least, known[least]
             known[least] = max(known[least], self.bound_s(least))
 
-    def _massed_s(self, number: int, enough_s: float) -> float:
-        """Of more than ``enough_s`` no more is proved, unless that is asked for later."""
+    def _share_out(self, unlike: Mapping[int, float], aim: Aim) -> None:
+        """The second is asked about the last half of those that masses will be asked about. ``unlike``: what is known
+        of all that may be raised so."""
+        far = [n for n in unlike if unlike[n] < LOOSE * aim.step_s and n not in self._by_masses]
+        if self.second is None or len(far) < MANY:
+            return
+        wanted = sorted((n for n in far if n != aim.number or self._is_dear(aim)), key=lambda n: (unlike[n], n))
+        enough_s = (1 - NEAR) * aim.step_s
+        for number in wanted[(len(wanted) + 1) // 2 :]:
+            if number not in self._asked:
+                self.second.ask("learn", number, self.bound_s(number))
+                self._asked[number] = self.second.ask("massed_s", number, enough_s), enough_s
+
+    def massed_s(self, number: int, enough_s: float) -> float:
+        """Of one of them, by masses. Of more than ``enough_s`` no more is proved, unless that is asked for later."""
+        if number in self._asked:
+            assert self.second is not None
+            question, self._enough[number] = self._asked.pop(number)
+            self._by_masses[number] = self.second.answer(question)
         known_s = self._by_masses.get(number, 0.0)
         if number not in self._by_masses or self._enough[number] <= known_s < enough_s:
             facts, self._enough[number] = self.searches[number].problem.facts, enough_s
@@ -139,7 +164,7 @@ class LeastBound:
         until it is near the plan's step, or no box is left."""
         yield self.raised_s(aim)
         for number in self._by_masses:
-            self._massed_s(number, float("inf"))
+            self.massed_s(number, float("inf"))
         known, cases = self._rough(aim.number), dict[int, Cases | None]()
         for _ in range(most):
             least, known_s = self._least(known)

@@ -74,11 +74,11 @@ def test_of_more_than_is_enough_no_more_is_proved(monkeypatch: pytest.MonkeyPatc
         found_s = Masses().bound_s(facts, 0.0, part * whole_s)
         assert min(part, 1.0) * whole_s <= found_s * (1 + 1e-9) and found_s <= whole_s * (1 + 1e-6)
     bounds, aim = LeastBound(tried.searches), Aim.at(0, best)
-    found_s = bounds._massed_s(0, 0.8 * whole_s)
-    assert found_s < 0.99 * whole_s and bounds._massed_s(0, 0.7 * whole_s) == found_s
-    assert bounds._massed_s(0, 2.0 * whole_s) == pytest.approx(whole_s, rel=1e-5)
-    raised_s, massed_s = LeastBound(tried.searches).raised_s(aim), LeastBound._massed_s
-    monkeypatch.setattr(LeastBound, "_massed_s", lambda self, number, _: massed_s(self, number, float("inf")))
+    found_s = bounds.massed_s(0, 0.8 * whole_s)
+    assert found_s < 0.99 * whole_s and bounds.massed_s(0, 0.7 * whole_s) == found_s
+    assert bounds.massed_s(0, 2.0 * whole_s) == pytest.approx(whole_s, rel=1e-5)
+    raised_s, massed_s = LeastBound(tried.searches).raised_s(aim), LeastBound.massed_s
+    monkeypatch.setattr(LeastBound, "massed_s", lambda self, number, _: massed_s(self, number, float("inf")))
     assert raised_s == pytest.approx(LeastBound(tried.searches).raised_s(aim), rel=1e-6)
 
 

@@ -6,8 +6,9 @@ passes: ``prefetch_parameters`` for what could begin at once, a parameter to be 
 behind collectives that come before any product: on one wire they would wait for a parameter that is needed later.
 ``overlap_collectives`` for what the part itself makes: it begins when it is made, but behind what is urgent, that is,
 read before any product: what the weights of a convolution are sent for can wait until the few bytes are through that
-the batch norm below it needs at once. A collective with nothing to do meanwhile, be it another collective, stays as it
-is.
+the batch norm below it needs at once. What ends as a result is waited for in the order in which it began: else what is
+read last, but sent late, would be waited for before what has long arrived is unpacked. A collective with nothing to do
+meanwhile, be it another collective, stays as it is.
 """
 
 from __future__ import annotations
@@ -68,7 +69,19 @@ def _overlapped(part: Sequence[Instruction]) -> list[tuple[Window, int]]:
     """The others begin where what they carry is made, and what has time, behind what is urgent."""
     windows = [w for w in find_windows(part) if w.ready > 0 or w.is_result]
     urgent = [w.position for w in windows if w.is_urgent]
-    return [(w, w.ready if w.is_urgent else min(_behind(part, urgent, w.ready), w.due)) for w in windows]
+    begins = [(w, w.ready if w.is_urgent else min(_behind(part, urgent, w.ready), w.due)) for w in windows]
+    return _waited_in_turn(sorted(begins, key=lambda one: one[1]), len(part))
+
+
+def _waited_in_turn(begins: Sequence[tuple[Window, int]], end: int) -> list[tuple[Window, int]]:
+    """The same, in the order in which they begin, where no result is waited for after one that begins later."""
+    found: list[tuple[Window, int]] = []
+    for window, begin in reversed(begins):
+        if window.is_result:
+            end = min(end, window.due)
+            window = replace(window, due=end)
+        found.append((window, begin))
+    return found[::-1]
 
 
 def _started(

@@ -177,11 +177,26 @@ def test_a_gradient_is_on_its_way_while_the_next_is_computed() -> None:
     starts = [i for i, x in enumerate(program.backward) if isinstance(x, Start)]
     waits = [i for i, x in enumerate(program.backward) if isinstance(x, Wait)]
     assert len(starts) == len(waits) > 2
-    assert max(starts) < min(waits)  # all are waited for at the end
+    assert max(starts) < min(waits)  # all are waited for at the end, as they began
+    assert [program.backward[i].handle for i in waits] == [program.backward[i].handle for i in starts]  # type: ignore[union-attr]
     for at in starts:
         start = program.backward[at]
         before = program.backward[at - 1]
         assert isinstance(start, Start) and (isinstance(before, Start) or before.outputs[-1] in start.inputs)
+
+
+@pytest.mark.parametrize("late", ["x", "y"])
+def test_results_are_waited_for_in_the_order_in_which_they_begin(late: str) -> None:
+    """One of two gradients is viewed when it is summed, behind everything else: only what began before it is waited for
+    before the view, whichever of both that is."""
+    calls = [Call((n,), "aten.mm.default", (Value("a"), Value("b")), (), "") for n in ("x", "y", "z")]
+    sums = [Convert(f"{n}__r", n, "all_reduce", "ring", PARTIAL, REPLICATE, "backward", "") for n in ("x", "y")]
+    view = Call(("viewed",), "aten.view.default", (Value(f"{late}__r"), [-1]), (), "")
+    part = (calls[0], sums[0], calls[1], sums[1], calls[2], view)
+    begins = _overlapped(part)
+    assert [part[w.position].outputs[0] for w, _ in begins] == ["x__r", "y__r"]
+    assert [at for _, at in begins] == [1, 3] and all(w.is_result for w, _ in begins)
+    assert [w.due for w, _ in begins] == ([5, 6] if late == "x" else [5, 5])
 
 
 def test_what_is_read_at_once_is_not_started() -> None:

@@ -59,7 +59,9 @@ class _Backward:
             if isinstance(instruction, Convert):
                 self._convert(instruction)
             else:
-                self.part.append(_renamed(instruction, {name: self._read(name) for name in instruction.inputs}))
+                names = {name: self._read(name) for name in instruction.inputs}
+                same = all(name == read for name, read in names.items())
+                self.part.append(instruction if same else _renamed(instruction, names))
         for name in self.program.gradients.values():
             if name not in self.own:
                 self.saved[name] = None

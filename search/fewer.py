@@ -115,7 +115,7 @@ class Tried:
         self._prove_here()
         self.beside.close()
         if self.second is not None:
-            self.second.close()
+            self.second.close()  # behind the one that asks it
 
     def nest(self) -> None:
         """The smaller clusters are tried, too, and from now on bounds are proved in a second process. PlanError where

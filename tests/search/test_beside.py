@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hap.cluster import ClusterSpec
 from hap.errors import PlanError
 from hap.search import beside, fewer, plan_graph
 from hap.search.beside import Beside
@@ -109,9 +110,17 @@ def test_without_a_second_core_none_is_made(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @FORKS
-def test_the_plan_is_the_same_with_and_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchanges make up a good part of the step, so the bound is raised."""
-    found, devices = gpt2(layers=1), hosts(*[(1, 1)] * 6, *[(0.5, 1)] * 2, network="2GB/s")
+@pytest.mark.parametrize(
+    "devices",
+    [
+        hosts(*[(1, 1)] * 6, *[(0.5, 1)] * 2, network="2GB/s"),
+        hosts(*[(1, 1)] * 4, *[(0.7, 1)] * 2, *[(0.5, 1)] * 2, network="1GB/s"),
+    ],
+)
+def test_the_plan_is_the_same_with_and_without_it(devices: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges make up a good part of the step, so the bound is raised; of three kinds of devices by a second process,
+    too."""
+    found = gpt2(layers=1)
     monkeypatch.setattr(fewer, "FEWEST_NODES", 0)
     apart: list[bool] = []
     nest = Tried.nest

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import pytest
 
+from hap.cluster import ClusterSpec
 from hap.rules.choices import Choices
-from hap.search import plan_graph
+from hap.search import fewer, plan_graph
+from hap.search.beside import Beside
 from hap.search.fewer import Tried
-from hap.search.least_bound import Aim, LeastBound
+from hap.search.least_bound import LOOSE, Aim, LeastBound
 from hap.search.limits import LIMITS
 from hap.search.masses import Masses
 from hap.search.pins import Pins
@@ -20,6 +22,7 @@ from hap.search.prices import Facts
 from hap.search.problem import Problem
 from hap.search.relaxation import lower_bound
 from tests.search.models import gpt2, mixer, mlp
+from tests.search.test_beside import FORKS
 from tests.search.test_fewer import MODEL, alone, mixed, nested
 from tests.search.test_masses import hosts
 
@@ -54,6 +57,44 @@ def test_where_exchanges_make_up_the_step_it_is_raised() -> None:
     least = min(search.bound_s for search in tried.searches[: tried.kinds])
     assert 1.1 * least < tried.least_bound.raised_s(Aim.at(0, best)) <= best.cost[1]
     assert LeastBound(tried.searches).least_s(0) == least
+
+
+def three_kinds() -> ClusterSpec:
+    return hosts(*[(1, 1)] * 4, *[(0.7, 1)] * 2, *[(0.5, 1)] * 2, network="1GB/s")
+
+
+@pytest.mark.parametrize("apart", [pytest.param(True, marks=FORKS), False])
+def test_of_three_clusters_a_second_process_is_asked_about_the_last(apart: bool) -> None:
+    """Where exchanges make up a good part of the step of each; and what comes of it is the same."""
+    tried = Tried([Search(Problem.state(gpt2(layers=1), three_kinds(), "adamw", Pins()), LIMITS["normal"])])
+    tried.nest()
+    aim = Aim.at(0, tried.searches[0].run())
+    assert tried.kinds == 3 and max(tried.least_bound.bound_s(n) for n in range(3)) < LOOSE * aim.step_s
+    alone_s = LeastBound(tried.searches, 3).raised_s(aim)
+    second = Beside(LeastBound(tried.searches, 3), apart=apart)
+    try:
+        shared_s = LeastBound(tried.searches, 3, second).raised_s(aim)
+    finally:
+        second.close()
+    last = max(range(3), key=tried.least_bound.bound_s)
+    assert [(q.method, q.arguments[0]) for q in second._asked] == [("learn", last), ("massed_s", last)]
+    assert shared_s == pytest.approx(alone_s, rel=1e-6) and shared_s > 1.1 * LeastBound(tried.searches, 3).least_s(0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "asks"), [(three_kinds(), True), (hosts((1, 1), (0.5, 1), network="2GB/s"), False)]
+)
+def test_of_fewer_clusters_there_is_no_second_process(
+    devices: ClusterSpec, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fewer, "FEWEST_NODES", 0)
+    tried = Tried([Search(Problem.state(mlp(64, 64), devices, "adamw", Pins()), LIMITS["normal"])])
+    try:
+        tried.nest()
+        assert (tried.second is not None) == asks
+    finally:
+        tried.close()
+    assert tried.second is None or not tried.second.is_apart
 
 
 def test_a_bound_begun_where_another_ended_is_the_bound_begun_from_nothing() -> None:

@@ -94,7 +94,7 @@ class LeastBound:
                 unlike.remove(least)
                 if least != aim.number or self._is_dear(aim):
                     settled = (rough[n] for n in rough if n != least and n not in unlike and n not in coarse)
-                    enough_s = min([(1 - NEAR) * aim.step_s, *settled])  # the least of all will be no more
+                    enough_s = min([(1 - SHORT_OF) * aim.step_s, *settled])  # the least of all will be no more
                     rough[least] = max(known_s, self.massed_s(least, enough_s))
                     if rough[least] > known_s:  # cases, which know nothing of it, would hardly come to more
                         coarse.discard(least)
@@ -128,7 +128,7 @@ class LeastBound:
         if self.second is None or len(far) < MANY:
             return
         wanted = sorted((n for n in far if n != aim.number or self._is_dear(aim)), key=lambda n: (unlike[n], n))
-        enough_s = (1 - NEAR) * aim.step_s
+        enough_s = (1 - SHORT_OF) * aim.step_s
         for number in wanted[(len(wanted) + 1) // 2 :]:
             if number not in self._asked:
                 self.second.ask("learn", number, self.bound_s(number))

@@ -8,7 +8,7 @@ behind collectives that come before any product: on one wire they would wait for
 read before any product: what the weights of a convolution are sent for can wait until the few bytes are through that
 the batch norm below it needs at once. What ends as a result is waited for in the order in which it began: else what is
 read last, but sent late, would be waited for before what has long arrived is unpacked. A collective with nothing to do
-meanwhile, be it another collective, stays as it is.
+meanwhile, be it another collective or, at the end, results to be unpacked, stays as it is.
 """
 
 from __future__ import annotations
@@ -90,10 +90,13 @@ def _started(
     removed: list[int] = []
     starts: dict[int, list[Instruction]] = {}
     waits: dict[int, list[Instruction]] = {}
+    is_awaited = False  # some result, which is unpacked meanwhile
     for number, (window, begin) in enumerate(begins):
         meanwhile = part[begin : window.due]
-        if not hides(meanwhile) and not any(sends(i) for i in meanwhile if i is not part[window.position]):
+        sent = any(sends(i) for i in meanwhile if i is not part[window.position])
+        if not hides(meanwhile) and not sent and not (window.is_result and is_awaited):
             continue
+        is_awaited = is_awaited or window.is_result
         work = work_of(part[window.position])
         assert work is not None
         handle = f"{prefix}{number}"

@@ -19,7 +19,7 @@ from hap.codegen.lowering import lower
 from hap.codegen.passes.bucket import bucket_collectives
 from hap.codegen.passes.fuse import fuse_calls
 from hap.codegen.passes.hoist import hoist_batch_sums
-from hap.codegen.passes.overlap import _overlapped, _prefetched, overlap_collectives, prefetch_parameters
+from hap.codegen.passes.overlap import _overlapped, _prefetched, _started, overlap_collectives, prefetch_parameters
 from hap.codegen.passes.prune import remove_dead_code, remove_renames
 from hap.codegen.passes.runner import print_program, run_passes, standard_passes
 from hap.codegen.passes.sink import sink_results
@@ -197,6 +197,24 @@ def test_results_are_waited_for_in_the_order_in_which_they_begin(late: str) -> N
     assert [part[w.position].outputs[0] for w, _ in begins] == ["x__r", "y__r"]
     assert [at for _, at in begins] == [1, 3] and all(w.is_result for w, _ in begins)
     assert [w.due for w, _ in begins] == ([5, 6] if late == "x" else [5, 5])
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_what_the_last_call_reads_is_under_way_while_a_result_is_unpacked(another: bool) -> None:
+    """If there is one; else there is nothing to do meanwhile."""
+    made = [Call((n,), op, (Value("a"), Value("b")), (), "") for n, op in (("x", "aten.mm.default"), ("y", "aten.add"))]
+    sums = [Convert(f"{n}__r", n, "all_reduce", "ring", PARTIAL, REPLICATE, "backward", "") for n in ("x", "y")]
+    product = Call(("z",), "aten.mm.default", (Value("a"), Value("b")), (), "")
+    reading = Call(("w",), "aten.mul.Tensor", (Value("y__r"), 2), (), "")
+    first = (made[0], sums[0]) if another else ()
+    part = (*first, product, made[1], sums[1], reading)
+    after = _started(part, _overlapped(part), set(), "pending")
+    if another:
+        kinds = [type(i) for i in after]
+        assert kinds == [Call, Start, Call, Call, Start, Wait, Wait, Call]
+        assert [i.outputs for i in after if isinstance(i, Wait)] == [("x__r",), ("y__r",)]
+    else:
+        assert after == part
 
 
 def test_what_is_read_at_once_is_not_started() -> None:

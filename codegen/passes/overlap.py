@@ -90,11 +90,12 @@ def _started(
     removed: list[int] = []
     starts: dict[int, list[Instruction]] = {}
     waits: dict[int, list[Instruction]] = {}
-    is_awaited = False  # some result, which is unpacked meanwhile
+    is_awaited = False  # some result
     for number, (window, begin) in enumerate(begins):
         meanwhile = part[begin : window.due]
         sent = any(sends(i) for i in meanwhile if i is not part[window.position])
-        if not hides(meanwhile) and not sent and not (window.is_result and is_awaited):
+        unpacked = is_awaited and window.is_result and begin < window.due
+        if not (hides(meanwhile) or sent or unpacked):
             continue
         is_awaited = is_awaited or window.is_result
         work = work_of(part[window.position])
@@ -103,7 +104,7 @@ def _started(
         assert handle not in taken, f"{handle} is taken"
         removed.append(window.position)
         starts.setdefault(begin, []).append(Start(handle, work))
-        module = part[window.due].module if window.due < len(part) else work.module
+        module = work.module if window.is_result or window.due == len(part) else part[window.due].module
         waits.setdefault(window.due, []).append(Wait(handle, work, module))
     places = sorted({*starts, *waits})
     return rearranged(part, removed, {at: [*waits.get(at, ()), *starts.get(at, ())] for at in places})

@@ -67,8 +67,11 @@ def test_no_plan_is_longer_as_run_than_that_for_all(network: str) -> None:
     plan, whole = plan_graph(MODEL, mixed(network), leave_out=True), plan_graph(MODEL, mixed(network))
     assert plan.predicted.overlapped_s is not None and whole.predicted.overlapped_s is not None
     assert plan.predicted.overlapped_s <= whole.predicted.overlapped_s
-    if plan.world_size == 3:
-        assert plan.strategies == whole.strategies and plan.sizes == whole.sizes
+    if plan.world_size == 3:  # the same, but for what costs the same: a gradient viewed before it is summed, or behind
+        assert (plan.predicted.overlapped_s, plan.sizes) == (whole.predicted.overlapped_s, whole.sizes)
+        assert plan.predicted.step_s == whole.predicted.step_s
+        other = {name for name, chosen in plan.strategies.items() if whole.strategies[name] != chosen}
+        assert all(MODEL.graph.by_name[name].op == "aten.view.default" for name in other)
     elif "with_all_overlapped_s" in plan.provenance.solver:
         with_all_s, sought_s = plan.provenance.solver["with_all_overlapped_s"], whole.predicted.overlapped_s
         if plan.provenance.solver.get("with_all_glanced"):

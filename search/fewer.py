@@ -134,8 +134,9 @@ class Tried:
             self.searches.append(replace(search, problem=problem.on(without(problem.cluster, ranks))))
         self.order = [0, *map(self.ranks.index, nested)]
         self.kinds = 1 + len(kinds)
-        is_large = len(problem.choices.graph.nodes) >= FEWEST_NODES
-        if is_large and self.kinds >= MANY:
+        nodes = len(problem.choices.graph.nodes)
+        is_large = nodes >= FEWEST_NODES
+        if FEWEST_NODES <= nodes <= MOST_NODES and self.kinds >= MANY:  # of larger graphs no bound is raised
             self.second = Beside(LeastBound(self.searches, self.kinds), apart=True)
         self.least_bound = LeastBound(self.searches, self.kinds, self.second)
         self.beside = Beside(self.least_bound, apart=is_large, check=search.progress.check)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 MOST_NODES = 3_000  # of a graph for which cases are looked at, and all of its clusters
-NEAR = 0.005  # of the step: a bound as near as that is not raised ...
-FAR = 0.7  # ... nor, case by case, one that is less than this of it: not the batch's sizes are missing there ...
+FAR = 0.7  # of the step: a bound that is less is not raised case by case: not the batch's sizes are missing there ...
 LOOSE = 0.88  # ... but by masses one that is less than this of it, ...
 CHEAPER = 0.02  # ... if other strategies are cheaper by so much of it, relaxed. Heuristics
 MANY = 3  # clusters: from so many on, masses are asked about in two processes
@@ -87,7 +86,7 @@ class LeastBound:
         coarse = {n for n in raised if self._by_masses.get(n, 0.0) <= self._known.get(n, 0.0)}  # by cases they may
         while True:
             least, known_s = self._least(rough)
-            if known_s >= (1 - NEAR) * aim.step_s:
+            if known_s >= (1 - SHORT_OF) * aim.step_s:
                 return known_s
             if least in unlike and known_s < LOOSE * aim.step_s:
                 self._share_out({n: rough[n] for n in unlike}, aim)

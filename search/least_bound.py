@@ -159,12 +159,13 @@ class LeastBound:
         return known_s if cases is None else max(known_s, cases.raised_s(step_s))
 
     def proofs(self, aim: Aim, most: int) -> Iterator[float]:
-        """Raised for this plan, and then after each of at most so many boxes of the batch's and other groups' sizes,
-        until it is near the plan's step, or no box is left."""
+        """Raised for this plan, then by all that masses prove, and then after each of at most so many boxes of the
+        batch's and other groups' sizes, until it is near the plan's step, or no box is left."""
         yield self.raised_s(aim)
         for number in self._by_masses:
             self.massed_s(number, float("inf"))
         known, cases = self._rough(aim.number), dict[int, Cases | None]()
+        yield self._least(known)[1]
         for _ in range(most):
             least, known_s = self._least(known)
             if known_s >= (1 - SHORT_OF) * aim.step_s:

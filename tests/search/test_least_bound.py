@@ -123,6 +123,17 @@ def test_of_more_than_is_enough_no_more_is_proved(monkeypatch: pytest.MonkeyPatc
     assert raised_s == pytest.approx(LeastBound(tried.searches).raised_s(aim), rel=1e-6)
 
 
+def test_proofs_tell_all_that_masses_prove() -> None:
+    """Though a bound is near enough before, and then no box is looked at."""
+    tried = exchanging()
+    best = tried.searches[0].run()
+    whole_s = LeastBound(tried.searches).raised_s(Aim.at(0, best))
+    near = Aim.at(0, best)._replace(step_s=1.016 * whole_s)
+    enough_s, all_s, *boxes = LeastBound(tried.searches).proofs(near, 10)
+    assert 0.98 * near.step_s <= enough_s <= all_s and not boxes
+    assert all_s == pytest.approx(whole_s, rel=1e-5)
+
+
 def test_an_interrupt_while_the_bound_is_raised_keeps_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bound as it was, and it says that it was stopped."""
     found, devices = mlp(batch=4096, width=512), mixed("3GB/s")

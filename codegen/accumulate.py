@@ -26,6 +26,7 @@ import torch
 from hap.codegen.program import Call, Convert, Instruction, Program, Start, Together, Wait, converts
 from hap.deferral import is_linear
 from hap.graph import CAST, Value, map_values
+from hap.hosts_sum import HOSTS_SUM
 
 Member = Call | Convert
 
@@ -189,7 +190,7 @@ def _is_linear(member: Member) -> bool:
 
 
 def _exchanges(member: Member) -> bool:
-    return isinstance(member, Convert) and member.kind != "slice"
+    return member.op == HOSTS_SUM if isinstance(member, Call) else member.kind != "slice"
 
 
 def _members(instruction: Instruction) -> tuple[Member, ...]:

@@ -1,8 +1,8 @@
 """Which values of a step wait for its last batch, where a step of the optimizer has gradients of several batches.
 
-A gradient is a sum over the batches. What happens to it last, a sum over the ranks mostly, is linear, and so may be
-done once, to the sums that ranks make of their own parts. A value is *deferrable* if nothing is made of it but
-gradients, by linear calls alone.
+A gradient is a sum over the batches. What happens to it last, a sum over the ranks mostly, or over the hosts of a mesh
+of two axes, is linear, and so may be done once, to the sums that ranks make of their own parts. A value is *deferrable*
+if nothing is made of it but gradients, by linear calls alone.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 import torch
 
 from hap.graph import Graph, TensorMeta, Value
+from hap.hosts_sum import HOSTS_SUM
 
 _CALLS = """_to_copy.default _unsafe_view.default add.Tensor alias.default clone.default div.Tensor mul.Tensor
 neg.default permute.default reshape.default squeeze.dim squeeze.dims t.default transpose.int unsqueeze.default
 view.default"""
-LINEAR = frozenset(f"aten.{name}" for name in _CALLS.split())
+LINEAR = frozenset((HOSTS_SUM, *(f"aten.{name}" for name in _CALLS.split())))
 _ADDS = "aten.add.Tensor"
 
 

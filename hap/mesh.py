@@ -12,6 +12,7 @@ import torch
 from hap.capture.inputs import StepInputs, step_inputs
 from hap.carry import carry_over
 from hap.cluster import ClusterSpec
+from hap.codegen.accumulate import find_accumulation
 from hap.codegen.layout import Layout
 from hap.codegen.lowering import lower
 from hap.codegen.passes.recompute import recompute_calls
@@ -178,10 +179,18 @@ def mesh_program(
     return MeshProgram(outcome.program, plan, comm, *given, dealt, rebuild, outcome.changes)
 
 
+def deferred_sums(program: Program) -> tuple[int, ...]:
+    """The sites that under ``no_sync()`` wait for a step's last batch."""
+    behind = find_accumulation(program).behind
+    calls = (i for i in program.backward if isinstance(i, Call) and i.op == HOSTS_SUM)
+    return tuple(c.args[SITE] for c in calls if c.outputs[0] in behind)
+
+
 def _later(program: Program, world: Communicator) -> list[int]:
     """The sums that on no host anything waits for before the step ends. Collective."""
     order, late = sums_in_order(program)
     world.agree("the order of the sums over hosts", order)
+    world.agree("the sums over hosts that wait for a step's last batch", deferred_sums(program))
     everywhere = frozenset.intersection(*map(frozenset, world.gather_objects(late)))
     return [site for site in late if site in everywhere]
 

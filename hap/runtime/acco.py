@@ -58,13 +58,11 @@ class Acco:
         max_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
-        """Collective. ``batches``: of an update, an even number. ProgramError: for a plan of two axes; for an optimizer
-        of other parameters; for a program that ``program.compile()`` compiled."""
+        """Collective. ``batches``: of an update, an even number. ProgramError: for an optimizer of other
+        parameters; for a program that ``program.compile()`` compiled."""
         if batches < 2 or batches % 2:
             raise ProgramError(f"ACCO has two halves of a step's batches: an even number of them, not {batches}")
         _check_plain(program)
-        with program.no_sync():
-            pass  # whoever cannot says so
         self._shares = {name: p for name, p in program.named_parameters() if p.requires_grad}
         given = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if given != {id(p) for p in self._shares.values()}:
@@ -139,7 +137,7 @@ class Acco:
         """In the other thread: the parameters that the next batches are computed at."""
         gradients = dict(complete)
         for step, local in held.items():
-            for name, found in step.sum_up(local, self._comm).items():
+            for name, found in step.sum_up(local, self._comm.like(step.comm)).items():
                 gradients[name] = gradients[name] + found if name in gradients else found
         if is_first:
             self._first = gradients

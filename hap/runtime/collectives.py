@@ -319,6 +319,10 @@ class Communicator:
             comm._next_lane(), comm._next_group()
         return other
 
+    def like(self, other: Communicator) -> Communicator:
+        """This end, for the program that ``other`` talks for. Local."""
+        return self
+
     def _verify(
         self,
         kind: Collective,

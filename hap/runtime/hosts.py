@@ -76,6 +76,20 @@ class HostCommunicator(Communicator):
         self._bundle: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # site, piece, result
         self._tickets: list[Ticket] = []
         self._failure: BaseException | None = None  # of a bundle
+        self._likes: dict[HostCommunicator, HostCommunicator] = {}
+
+    def another(self) -> HostCommunicator:
+        """As ``Communicator.another``, of the host's ranks and of the world's. Collective, of all ranks of the job."""
+        world = None if self.everyone.group is None else self.everyone._group_alike()
+        return HostCommunicator(world, self.hosts, self.sites, self.device, later=self.later, check=self.check)
+
+    def like(self, other: Communicator) -> HostCommunicator:
+        assert isinstance(other, HostCommunicator) and other.hosts == self.hosts
+        if (other.sites, other.later) == (self.sites, self.later):
+            return self
+        if other not in self._likes:
+            self._likes[other] = self.on(other.sites, other.later)
+        return self._likes[other]
 
     def on(self, sites: Sequence[Site], later: Sequence[int]) -> HostCommunicator:
         """The same end of the same groups, for another program's sums over hosts. Local."""

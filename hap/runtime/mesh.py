@@ -67,9 +67,6 @@ class MeshProgram(HapProgram):
     def mesh_plan(self) -> MeshPlan:
         return self._mesh_plan
 
-    def no_sync(self) -> NoReturn:
-        raise ProgramError("a plan of two axes sums gradients over the ranks in every backward pass: plan on one axis")
-
     def record(self, folder: object, *, every: int = 1, probe_every: int = 0) -> NoReturn:
         raise ProgramError("a plan of two axes is not recorded: its hosts' collectives are not told apart yet")
 

@@ -152,7 +152,8 @@ class Step:
             self._parts[part] = to_part_module(self.program, made, self.comm.rank, self.comm.device)
         with comm.part("backward"), self._uncast():
             gradients, local = self._call(self._parts[part], comm, saved, tangent)
-            comm.finish()
+            if part in ("together", "remainder"):  # the others leave out what a step may leave under way
+                comm.finish()
         return self._alone(part, gradients), local
 
     def _alone(self, part: str, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

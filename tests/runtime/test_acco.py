@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ from torch import nn
 import hap
 from benchmarks.zoo_models.reference import SameDraws
 from hap.errors import ProgramError
+from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 from tests._support import cases, gpt2
+from tests._support.mesh import make_mesh
 from tests._support.plans import replicated_plan
 from tests._support.ranks import run_ranks
 from tests.runtime.test_features_batches import apart, batch, net_plans
-from tests.runtime.test_no_sync import Data, compiled, language, parts
+from tests.runtime.test_no_sync import Data, compiled, language, net_meshes, parts
 
 TOLERANCE, MAX_NORM, UPDATES = 1e-9, 0.5, 4
 
@@ -72,7 +75,7 @@ class Reference:
         optimizer.zero_grad()
 
 
-def train(rank: int, plans: dict[str, Plan], data: Data, batches: int) -> dict[str, list[float]]:
+def train(rank: int, plans: Mapping[str, Plan | MeshPlan], data: Data, batches: int) -> dict[str, list[float]]:
     return {name: train_one(compiled(plan, data), data, batches) for name, plan in plans.items()}
 
 
@@ -98,10 +101,11 @@ def train_one(program: hap.HapProgram, data: Data, batches: int) -> list[float]:
     ("data", "batches"), [(batch, 2), pytest.param(language, 2, marks=pytest.mark.long), (language, 4)]
 )
 def test_it_trains_by_the_papers_equations(data: Data, batches: int) -> None:
-    """With a schedule, clipping, batches of two shapes, dropout and batch norm."""
-    plans = net_plans()
+    """With a schedule, clipping, batches of two shapes, dropout and batch norm; on one axis and on two."""
+    plans: dict[str, Plan | MeshPlan] = {**net_plans(), **net_meshes()}
     if data is language:
         plans = {"data": cases.data_parallel((5, 2, 1)), "zero": cases.zero((5, 0, 3), regather=True)}
+        plans["mesh"] = make_mesh(gpt2.graph(), (2, 1), (5, 3))
     for rank in run_ranks(3, train, plans, data, batches):
         for name, errors in rank.items():
             assert len(errors) > UPDATES * batches and max(errors) < TOLERANCE, (name, errors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,13 +19,15 @@ from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.codegen.program import Call, converts
 from hap.deferral import deferrable_values
 from hap.errors import ProgramError
+from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 from hap.rules.choices import choices
-from hap.runtime.mesh import MeshProgram
+from hap.runtime.hosts import HostCommunicator
 from hap.runtime.program import HapProgram
 from hap.runtime.state import whole_tensor
 from hap.runtime.step import Step
 from tests._support import cases, gpt2
+from tests._support.mesh import make_mesh
 from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
 from tests._support.ranks import run_ranks
 from tests.runtime.test_features_batches import BATCH, apart, batch, graph_of, net, net_plans, worst_gradient
@@ -43,7 +45,7 @@ def language(step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return (gpt2.batch(step, size),) * 2
 
 
-def compiled(plan: Plan, data: Data) -> HapProgram:
+def compiled(plan: Plan | MeshPlan, data: Data) -> HapProgram:
     x, y = data(0)
     build, loss_fn = parts(data)
     return hap.compile(build(), plan=plan, example_inputs=(x,), example_targets=y, loss_fn=loss_fn)
@@ -56,7 +58,7 @@ def parts(data: Data) -> tuple[Callable[[], nn.Module], Callable[..., torch.Tens
 # ---- equality ----
 
 
-def train_in_parts(rank: int, plans: dict[str, Plan], data: Data) -> dict[str, list[float]]:
+def train_in_parts(rank: int, plans: Mapping[str, Plan | MeshPlan], data: Data) -> dict[str, list[float]]:
     return {name: train_one(compiled(plan, data), data) for name, plan in plans.items()}
 
 
@@ -270,7 +272,7 @@ def make_pair() -> Plan:
     return make_plan(found, greedy_strategies(found, wishes), sizes_for(found, (5, 3)))
 
 
-def drop_and_go_on(rank: int, plan: Plan) -> list[float]:
+def drop_and_go_on(rank: int, plan: Plan | MeshPlan) -> list[float]:
     """What zero_grad() drops is dropped; what was called inside stays inside; a copy has gradients of its own."""
     program, model, found = compiled(plan, language), gpt2.build(), []
     for size in (8, 3):
@@ -317,7 +319,7 @@ def test_other_terms_of_a_loss_are_added() -> None:
     assert max(run_ranks(3, add_by_hand, cases.zero((5, 2, 1)))) < TOLERANCE
 
 
-def leave_out(rank: int, plan: Plan, frozen: bool) -> float:
+def leave_out(rank: int, plan: Plan | MeshPlan, frozen: bool) -> float:
     """A parameter that was frozen after the program was compiled, or that no pass is for; gradients of another batch
     that are handed out in the midst are summed, and nothing of what waits."""
     program, model, worst = compiled(plan, language), gpt2.build(), 0.0
@@ -357,6 +359,81 @@ def test_on_one_rank_nothing_waits() -> None:
     assert worst_gradient(program, model) < TOLERANCE
 
 
-def test_a_plan_of_two_axes_sums_each_time() -> None:
-    with pytest.raises(ProgramError, match=r"a plan of two axes sums gradients over the ranks in every backward pass"):
-        MeshProgram.no_sync(object.__new__(MeshProgram))
+# ---- on two axes ----
+
+
+def language_meshes() -> dict[str, MeshPlan]:
+    graph = gpt2.graph()
+    return {
+        "cut": make_mesh(graph, (2, 1), (5, 3)),
+        "any 1": make_mesh(graph, (1, 2), (3, 5), seed=1),
+        "any 5": make_mesh(graph, (2, 1), (5, 3), seed=5),
+    }
+
+
+def net_meshes() -> dict[str, MeshPlan]:
+    graph = graph_of(net())
+    return {"cut": make_mesh(graph, (2, 1), (5, 3)), "any": make_mesh(graph, (1, 2), (3, 5), seed=1)}
+
+
+@pytest.mark.parametrize(
+    ("data", "make_plans"),
+    [
+        pytest.param(batch, net_meshes, id="batch norm and dropout"),
+        pytest.param(language, language_meshes, id="gpt2", marks=pytest.mark.long),
+    ],
+)
+def test_on_two_axes_steps_of_several_batches_are_those_of_one_process(
+    data: Data, make_plans: Callable[[], dict[str, MeshPlan]]
+) -> None:
+    plans = make_plans()
+    for rank in run_ranks(3, train_in_parts, plans, data):
+        assert rank.keys() == plans.keys()
+        for name, errors in rank.items():
+            assert len(errors) > 2 * len(STEPS) and max(errors) < TOLERANCE, (name, errors)
+
+
+def sum_over_hosts(rank: int, plan: MeshPlan) -> tuple[list[list[int]], list[int]]:
+    """The sites that are summed over hosts in the backward passes of three batches, the last of which is outside of
+    ``no_sync()``, and in one of a step with one batch; those that are summed at the end of a step."""
+    program = compiled(plan, language)
+    comm, made = program._comm, list[list[int]]()
+    assert isinstance(comm, HostCommunicator)
+    over_hosts = comm.over_hosts
+
+    def count(piece: torch.Tensor, site: int) -> torch.Tensor:
+        made[-1].append(site)
+        return over_hosts(piece, site)
+
+    for place, (only_own, zeroed) in enumerate([(True, False), (True, False), (False, True), (False, False)]):
+        x, y = language(place)
+        share, targets = program.shard_batch((x,), y)
+        with program.no_sync() if only_own else nullcontext():
+            loss = program(*share, targets=targets)
+        made.append([])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "over_hosts", count)
+            loss.backward()
+        if zeroed:
+            program.zero_grad()
+    return made, list(comm.later)
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_gradients_are_summed_over_hosts_once(seed: int | None) -> None:
+    for (first, further, last, single), later in run_ranks(
+        3, sum_over_hosts, make_mesh(gpt2.graph(), (2, 1), (5, 3), seed)
+    ):
+        assert last == single and len(last) > 25
+        assert first == further and len(first) == 1, "what the positions' embedding makes its gradient of"
+        assert later and set(later) <= set(last) - set(first)
+
+
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_on_two_axes_what_is_left_out_stays_out_and_what_is_handed_out_is_summed(frozen: bool) -> None:
+    assert max(run_ranks(3, leave_out, make_mesh(gpt2.graph(), (2, 1), (5, 3)), frozen)) < TOLERANCE
+
+
+def test_on_two_axes_zero_grad_drops_what_was_not_summed() -> None:
+    for errors in run_ranks(3, drop_and_go_on, make_mesh(gpt2.graph(), (1, 2), (3, 5))):
+        assert len(errors) == 2 and max(errors) < TOLERANCE

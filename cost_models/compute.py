@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -23,9 +23,10 @@ import torch
 
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.work import OpClass, Work, node_work
+from hap.deferral import ONE, Batches
 from hap.errors import ClusterError
 from hap.fabric import Array
-from hap.graph import Graph, Node
+from hap.graph import Graph, Node, Value
 from hap.hosts import Device, Duplex
 from hap.hosts_sum import outward_bytes
 from hap.placement import GroupSizes, Shard
@@ -237,9 +238,11 @@ def _share(parts: Parts, sizes: GroupSizes, rank: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Calls:
-    """The work of a graph's nodes, found once for every strategy that anybody asks about."""
+    """The work of a graph's nodes, found once for every strategy that anybody asks about. ``batches``: of a step of the
+    optimizer; a sum over hosts that is made once a step is a part of one for each."""
 
     graph: Graph
+    batches: Batches = ONE
     _work: dict[str, Work] = field(default_factory=dict, repr=False)
     _parts: dict[tuple[str, int], Parts] = field(default_factory=dict, repr=False)
     _kinds: dict[tuple[str, int, bool], int] = field(default_factory=dict, repr=False)
@@ -251,8 +254,19 @@ class Calls:
         if key not in self._parts:
             if name not in self._work:
                 self._work[name] = node_work(self.graph, self.graph.by_name[name])
-            self._parts[key] = split_work(self._work[name], strategy)
+            self._parts[key] = self._of_a_batch(name, split_work(self._work[name], strategy))
         return self._parts[key]
+
+    def _of_a_batch(self, name: str, parts: Parts) -> Parts:
+        part = self.batches.part(Value(name)) if parts.op_class == "hosts" else 1.0
+        if part == 1.0:
+            return parts
+        return replace(parts, fixed_flops=part * parts.fixed_flops, fixed_bytes=round(part * parts.fixed_bytes))
+
+    @cached_property
+    def of_the_last(self) -> Calls:
+        """The work of a step's last batch, which makes these sums."""
+        return self if self.batches is ONE else Calls(self.graph)
 
     def kind(self, name: str, strategy: Strategy, *, measured: bool) -> int:
         """A number that is the same for calls that take as long at the same sizes. ``measured``: calls of as much work

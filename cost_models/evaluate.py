@@ -257,7 +257,8 @@ def evaluate(
     Raises ClusterError if a device lists no rate for a dtype that the graph computes in, PlanError for an unknown
     optimizer.
     """
-    evaluator = Evaluator(graph, cluster, optimizer, Calls(graph), model, Batches.of(graph, batches))
+    of_a_step = Batches.of(graph, batches)
+    evaluator = Evaluator(graph, cluster, optimizer, Calls(graph, of_a_step), model, of_a_step)
     return evaluator.evaluate(strategies, sizes, needs, regather=regather, recomputed=recomputed)
 
 

@@ -222,6 +222,10 @@ class Walk:
             value in self.exchanged or self._is_exchanged(value, target)
             for value, target in zip(node.inputs, strategy.inputs, strict=True)
         )
+        if node.op == HOSTS_SUM and not is_late and node.inputs[0] in self.batches.once:
+            assert strategy.inputs[0] is not None
+            self._leave(node.inputs[0], strategy.inputs[0])
+            is_late = True
         for i, value, nbytes in step.makes:
             placement = strategy.outputs[i]
             if placement is None:
@@ -249,12 +253,17 @@ class Walk:
         if need.collective == "slice" and self._in_order(need.value, need.target):
             return source  # a range of its memory
         nbytes = self.graph.meta(need.value).nbytes
-        if self._is_exchanged(need.value, need.target) and (need.value, need.source) not in self.local:
-            left = self.batches.left_bytes(need.value, self.graph.meta(need.value))
-            self.local[need.value, need.source] = self._allocate("gradients", left, need.source)
+        if self._is_exchanged(need.value, need.target) and need.value not in self.exchanged:
+            self._leave(need.value, need.source)
         packed = self.packed.setdefault(self._staging(need, nbytes), len(self.packed))
         self.stagings.append((self.end, number, packed))
         return self._allocate("gathered" if need.collective == "all_gather" else "activations", nbytes, need.target)
+
+    def _leave(self, value: Value, placement: Placement) -> None:
+        """There is what earlier batches left of a value for an exchange."""
+        if (value, placement) not in self.local:
+            left = self.batches.left_bytes(value, self.graph.meta(value))
+            self.local[value, placement] = self._allocate("gradients", left, placement)
 
     def _staging(self, need: Need, nbytes: int) -> _Staging:
         value, source, target = need.value, need.source, need.target

@@ -114,8 +114,7 @@ def plan(
 
     if gradient_accumulation_steps != "best":
         return decide(example_inputs, example_targets, gradient_accumulation_steps)
-    whole = step_inputs(example_inputs, example_targets)
-    return best_batches(whole, lambda one, count: decide((one.args, one.kwargs), one.targets or None, count))
+    return best_batches(step_inputs(example_inputs, example_targets), _of_a_batch(decide))
 
 
 def plan_mesh(
@@ -129,6 +128,7 @@ def plan_mesh(
     optimizer: str = "adamw",
     effort: Effort = "normal",
     leave_out: bool = False,
+    gradient_accumulation_steps: int | Literal["best"] = 1,
 ) -> MeshPlan:
     """As ``plan``, on a mesh of two axes: the batch is dealt out between hosts, and each host's part is planned for its
     devices (``hap.search.mesh``). Worth its while where the batch is large and hosts hold several devices, which
@@ -137,10 +137,17 @@ def plan_mesh(
 
     PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
     """
-    graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     spec = _cluster(cluster)
-    found = search_mesh(choices(graph), spec, optimizer=optimizer, effort=effort, leave_out=leave_out)
-    return explained_mesh(found, graph, spec)
+
+    def decide(inputs: Any, targets: Any, batches: int) -> MeshPlan:
+        graph = capture(model, inputs, loss_fn=loss_fn, example_targets=targets, outputs=outputs)
+        possible = choices(graph)
+        found = search_mesh(possible, spec, optimizer=optimizer, effort=effort, leave_out=leave_out, batches=batches)
+        return explained_mesh(found, graph, spec)
+
+    if gradient_accumulation_steps != "best":
+        return decide(example_inputs, example_targets, gradient_accumulation_steps)
+    return best_batches(step_inputs(example_inputs, example_targets), _of_a_batch(decide))
 
 
 def compile(
@@ -278,6 +285,10 @@ def simulate(
     spec = planned_part(plan, _cluster(cluster, profile))
     _check_plan(plan, graph, spec, spec.world_size)
     return played(graph, plan, lower(graph, plan), spec)
+
+
+def _of_a_batch(decide: Callable[[Any, Any, int], T]) -> Callable[[StepInputs, int], T]:
+    return lambda one, count: decide((one.args, one.kwargs), one.targets or None, count)
 
 
 def _decide(

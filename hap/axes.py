@@ -27,15 +27,12 @@ def plan_axes(
 ) -> Plan | MeshPlan:
     """``hap.plan`` for ``flat``, ``hap.plan_mesh`` for ``hosts``, and for ``best`` of both plans the one with the
     shortest step as run, or the only one that there is. ``given``: the arguments that all of them take. The errors are
-    theirs, of ``best`` the first one's if there is no plan. On two axes a step has one batch, and gradients are
-    exchanged in their own dtype."""
-    if gradient_accumulation_steps != 1 or reduce_dtype is not None:
-        if mesh == "hosts" and gradient_accumulation_steps != 1:
-            raise PlanError("a plan of two axes is for steps of one batch; plan on one axis")
-        if mesh == "hosts":
-            raise PlanError("on two axes gradients are exchanged in their own dtype; plan on one axis for reduce_dtype")
-        given |= {"gradient_accumulation_steps": gradient_accumulation_steps, "reduce_dtype": reduce_dtype}
-        return api.plan(model, cluster, **given)
+    theirs, of ``best`` the first one's if there is no plan. On two axes gradients are exchanged in their own dtype."""
+    if reduce_dtype is not None and mesh == "hosts":
+        raise PlanError("on two axes gradients are exchanged in their own dtype; plan on one axis for reduce_dtype")
+    given |= {"gradient_accumulation_steps": gradient_accumulation_steps}
+    if reduce_dtype is not None:
+        return api.plan(model, cluster, reduce_dtype=reduce_dtype, **given)
     doors: dict[Mesh, list[Callable[..., Plan | MeshPlan]]] = {
         "flat": [api.plan],
         "hosts": [api.plan_mesh],
@@ -50,4 +47,4 @@ def plan_axes(
             refusals.append(e)
     if not found:
         raise refusals[0]
-    return min(found, key=lambda plan: plan.predicted.as_run_s)
+    return min(found, key=lambda plan: plan.predicted.as_run_s * plan.gradient_accumulation_steps)

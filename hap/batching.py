@@ -7,19 +7,22 @@ more for launches, for parameters that every batch gathers, and where devices' s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from hap.capture.inputs import StepInputs
-from hap.errors import CaptureError, InfeasibleError
+from hap.errors import CaptureError, InfeasibleError, PlanError
+from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 
+AnyPlan = TypeVar("AnyPlan", Plan, MeshPlan)
 PATIENCE = 2  # counts in a row that make a step no shorter
 
 
-def best_batches(whole: StepInputs, plan: Callable[[StepInputs, int], Plan]) -> Plan:
+def best_batches(whole: StepInputs, plan: Callable[[StepInputs, int], AnyPlan]) -> AnyPlan:
     """Of the plans for several numbers of batches the one with the shortest step as run; of equal ones that with fewer
-    batches. ``plan(batch, count)``: for steps of so many such batches. InfeasibleError if none fits; CaptureError if
-    the whole cannot be captured, or no tensor has a first dim to be dealt out."""
-    best: Plan | None = None
+    batches. ``plan(batch, count)``: for steps of so many such batches. InfeasibleError if none fits; CaptureError or
+    PlanError if the whole cannot be captured or planned, or no tensor has a first dim to be dealt out."""
+    best: AnyPlan | None = None
     refused: InfeasibleError | None = None
     worse = 0
     for count in counts(_samples(whole)):
@@ -28,10 +31,10 @@ def best_batches(whole: StepInputs, plan: Callable[[StepInputs, int], Plan]) -> 
         except InfeasibleError as e:
             refused = refused or e
             continue
-        except CaptureError:
+        except (CaptureError, PlanError):
             if count == 1:
                 raise
-            break  # such as a batch norm over one sample
+            break  # such as a batch norm over one sample, or fewer samples than hosts
         if best is None or _step_s(found) < _step_s(best):
             best, worse = found, 0
         else:
@@ -68,5 +71,5 @@ def _samples(whole: StepInputs) -> int:
     return int(found)
 
 
-def _step_s(plan: Plan) -> float:
+def _step_s(plan: Plan | MeshPlan) -> float:
     return plan.predicted.as_run_s * plan.gradient_accumulation_steps

@@ -76,6 +76,11 @@ class MeshPlan(_Frozen):
         return self.provenance.world_size
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """The batches of a step, alike in all plans inside; times are of one."""
+        return self.inside[0].gradient_accumulation_steps
+
+    @property
     def sizes(self) -> GroupSizes:
         """Those between hosts."""
         return {BATCH: self.batch.sizes}
@@ -140,6 +145,8 @@ def verify_mesh_plan(plan: MeshPlan, origin: str = "plan") -> None:
     """PlanError unless its parts fit together."""
     for part in plan.inside:
         verify_plan(part, origin)
+    if len({part.gradient_accumulation_steps for part in plan.inside}) != 1:
+        raise PlanError(f"{origin}: hosts' plans are for steps of different numbers of batches, or there are none")
     if sum(h.ranks for h in plan.hosts) != plan.world_size:
         raise PlanError(f"{origin}: hosts of {[h.ranks for h in plan.hosts]} ranks for {plan.world_size}")
     if plan.batch.sizes != tuple(h.batch for h in plan.hosts) or sum(plan.batch.sizes) != plan.batch.n:

@@ -210,7 +210,7 @@ def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, A
         measured = problem.facts.compute.is_measured
 
         def score(program: Program) -> Score:
-            return score_of(program, graph, found.strategies, problem.facts.calls, measured=measured)
+            return score_of(program, graph, found.strategies, problem.facts.calls.of_the_last, measured=measured)
 
         apart = None
         if problem.facts.batches.count > 1:

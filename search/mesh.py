@@ -20,7 +20,8 @@ from functools import cached_property
 
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
-from hap.cost_models.compute import node_seconds
+from hap.cost_models.compute import Calls, parts_seconds
+from hap.deferral import Batches
 from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph
 from hap.hosts import DuplexSpec, HostSpec
@@ -31,7 +32,7 @@ from hap.rules.choices import Choices, choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.search.limits import Effort
 from hap.search.mesh_bound import arithmetic_s, least_s, slowest_rate, speeds, sums_s
-from hap.search.planner import plan_graph
+from hap.search.planner import check_batches, plan_graph
 from hap.search.rounding import round_shares
 from hap.search.subsets import without
 from hap.units import format_rate, format_time
@@ -49,22 +50,25 @@ def plan_mesh(
     optimizer: str = "adamw",
     effort: Effort = "normal",
     leave_out: bool = False,
+    batches: int = 1,
 ) -> MeshPlan:
     """The best plan found for one training step on ``cluster``'s hosts and, inside each, its devices.
 
     ``leave_out``: hosts with the slowest networks may be left out; the plan is then for a cluster of the others.
+    ``batches``: of a step of the optimizer, all but the last under ``no_sync()``; times are then those of one batch.
     PlanError: there is one host, some host's part of the batch would be less than half a sample, or the step needs more
     between hosts than sums. InfeasibleError if a host's part fits in no way. Deterministic, as ``plan_graph`` is.
     """
+    check_batches(batches)
     if len(cluster.hosts) < 2:
         raise PlanError(f"cluster {cluster.name!r} has one host: there is no second axis, between hosts")
     if type(cluster) is not ClusterSpec:
         raise PlanError("a mesh of two axes is planned by descriptions; give no profile")
     found: list[MeshPlan] = []
     refusals: list[PlanError | InfeasibleError] = []
-    for part in _parts(possible.graph, cluster) if leave_out else [cluster]:
+    for part in _parts(possible.graph, cluster, batches) if leave_out else [cluster]:
         try:
-            found.append(_Mesh(possible, part, optimizer, effort).run())
+            found.append(_Mesh(possible, part, optimizer, effort, batches).run())
         except (PlanError, InfeasibleError) as e:
             refusals.append(e)
         if found and found[-1].provenance.solver.get("stopped"):
@@ -76,7 +80,7 @@ def plan_mesh(
     return best.model_copy(update={"left_out": tuple(h.name for h in cluster.hosts if h.name not in names)})
 
 
-def _parts(graph: Graph, cluster: ClusterSpec) -> list[ClusterSpec]:
+def _parts(graph: Graph, cluster: ClusterSpec, batches: int) -> list[ClusterSpec]:
     """The cluster, and what is left of it without the hosts of its slowest network, of its two slowest, ...: those that
     look best by their arithmetic and what the sums of all gradients take."""
     rates = [min(n.up_bytes_per_s, n.down_bytes_per_s) for h in cluster.hosts if (n := cluster.network(h.name))]
@@ -85,7 +89,7 @@ def _parts(graph: Graph, cluster: ClusterSpec) -> list[ClusterSpec]:
         gone = {h.name for h, rate in zip(cluster.hosts, rates, strict=True) if rate < least}
         if len(cluster.hosts) - len(gone) > 1:
             parts.append(without(cluster, [d.rank for d in cluster.devices if d.host in gone]))
-    return sorted(parts, key=lambda part: arithmetic_s(graph, part) + sums_s(graph, part))[:LOOKS]
+    return sorted(parts, key=lambda part: arithmetic_s(graph, part) + sums_s(graph, part) / batches)[:LOOKS]
 
 
 def host_cluster(cluster: ClusterSpec, number: int) -> ClusterSpec:
@@ -160,6 +164,7 @@ class _Mesh:
     cluster: ClusterSpec
     optimizer: str
     effort: Effort
+    count: int  # of batches of a step
     _plans: dict[object, dict[str, tuple[Plan, float] | None]] = field(default_factory=dict)  # by graph's fingerprint
 
     @property
@@ -221,7 +226,7 @@ class _Mesh:
 
     def _search(self, graph: Graph, part: ClusterSpec, batch: int) -> tuple[Plan, float] | None:
         try:
-            plan = plan_graph(choices(graph), part, optimizer=self.optimizer, effort=self.effort)
+            plan = plan_graph(choices(graph), part, optimizer=self.optimizer, effort=self.effort, batches=self.count)
         except InfeasibleError as e:
             if batch == 1:
                 raise InfeasibleError(f"host {part.hosts[0].name!r} with one sample of the batch: {e}") from None
@@ -255,7 +260,7 @@ class _Mesh:
                 overlapped_s=dealt.as_run_s,
                 sums_s=max(dealt.sums_s),
                 arithmetic_s=arithmetic_s(self.graph, self.cluster),
-                lower_bound_s=least_s(self.graph, self.cluster, self.optimizer),
+                lower_bound_s=least_s(self.graph, self.cluster, self.optimizer, self.count),
             ),
         )
         verify_mesh_plan(found)
@@ -295,5 +300,5 @@ def _taken_over(known: Iterable[tuple[Plan, float] | None], graph: Graph) -> tup
 def _sums_s(graph: Graph, plan: Plan, part: ClusterSpec) -> float:
     """Seconds of the sums over hosts in one host's step."""
     device = part.devices[0]
-    found = (node_seconds(graph, n, plan.strategy(n.name), plan.sizes, device, 0) for n in summed(graph))
-    return sum(found)
+    calls = Calls(graph, Batches.of(graph, plan.gradient_accumulation_steps))
+    return sum(parts_seconds(calls.parts(n.name, plan.strategy(n.name)), 1.0, device) for n in summed(graph))

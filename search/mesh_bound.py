@@ -7,9 +7,10 @@ For weights w >= 0 of the devices that sum to 1, nothing overlapped,
 ``whole`` are the seconds of call n alone on device d: however a call is cut along two axes, the parts of its arithmetic
 sum to one at least, whoever has a part rho of it reads and writes at least as much of every operand, and launches it,
 which is rho launches at least. Every host updates all parameters (``update``), dealt out inside it. S are the sums of
-all gradients over the hosts, for which all devices wait (``hap.hosts_sum``). Communication inside hosts is free. Any
-weights prove a bound; those of an LP are taken, as on one axis (``bound``). It goes for every way to deal the batch out
-to these hosts, with these sums, and all plans inside.
+all gradients over the hosts, for which all devices wait (``hap.hosts_sum``). Communication inside hosts is free. Where
+a step of the optimizer has several batches, each pays its part of the update and the sums. Any weights prove a bound;
+those of an LP are taken, as on one axis (``bound``). It goes for every way to deal the batch out to these hosts, with
+these sums, and all plans inside.
 
 ``arithmetic_s`` is less, and goes for both clocks and any mesh: only products, attentions and convolutions, with their
 flops perfectly dealt out, ``flops * min_d (w[d] / rate[d])``.
@@ -32,8 +33,8 @@ from hap.rules.choices import replicated
 from hap.search.bound import Bound, Line, best_weights, computes_like, device_classes
 
 
-def least_s(graph: Graph, cluster: ClusterSpec, optimizer: str) -> float:
-    """The bound of the module docstring, in seconds."""
+def least_s(graph: Graph, cluster: ClusterSpec, optimizer: str, batches: int = 1) -> float:
+    """The bound of the module docstring, in seconds of one of so many ``batches``."""
     devices, counts = device_classes(cluster)
     lines: Counter[tuple[float, ...]] = Counter()
     for node in graph.nodes:
@@ -43,12 +44,12 @@ def least_s(graph: Graph, cluster: ClusterSpec, optimizer: str) -> float:
     nothing = (0.0,) * len(devices)
     bound = Bound(tuple(((Line(nothing, whole),), n) for whole, n in lines.items() if any(whole)), counts)
     if not bound.menus:
-        return sums_s(graph, cluster)
+        return sums_s(graph, cluster) / batches
     weights = best_weights(bound)
     total = sum(w * c for w, c in zip(weights, counts, strict=True))
     of_kind = {computes_like(d): w / total for d, w in zip(devices, weights, strict=True)}
-    compute_s = bound.seconds(weights) + _updates_s(graph, cluster, optimizer, of_kind)
-    return compute_s + sums_s(graph, cluster)
+    once_s = _updates_s(graph, cluster, optimizer, of_kind) + sums_s(graph, cluster)
+    return bound.seconds(weights) + once_s / batches
 
 
 def _updates_s(graph: Graph, cluster: ClusterSpec, optimizer: str, of_kind: Mapping[object, float]) -> float:

@@ -83,7 +83,7 @@ def plan_graph(
     found.
     """
     progress = Progress(budget_s=budget_s)
-    _check_batches(batches)
+    check_batches(batches)
     problem = Problem.state(choices, cluster, optimizer, pins or Pins(), Batches.of(choices.graph, batches))
     tried = Tried([Search(problem, LIMITS[effort], progress=progress, method=method)])
     advice: Advice | None = None
@@ -140,7 +140,7 @@ def plan_graph(
     )
 
 
-def _check_batches(batches: int | str) -> None:
+def check_batches(batches: int | str) -> None:
     """PlanError unless steps of so many batches can be planned."""
     if isinstance(batches, str):
         raise PlanError(f"a step has a whole number of batches, not {batches!r}; hap.plan finds the best one")

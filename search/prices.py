@@ -88,7 +88,7 @@ class Facts:
 
     @cached_property
     def calls(self) -> Calls:
-        return Calls(self.graph)
+        return Calls(self.graph, self.batches)
 
     @cached_property
     def evaluator(self) -> Evaluator:

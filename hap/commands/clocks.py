@@ -241,7 +241,6 @@ def simulate(
     """
     from hap import api
     from hap.mesh_plan import load_plan
-    from hap.plan import Plan
 
     loaded = load_plan(plan)
     built = shared.build(model, hf, batch, seq)
@@ -262,7 +261,7 @@ def simulate(
     if as_json:
         shared.print_json(as_data(timeline))
     else:
-        batches = loaded.gradient_accumulation_steps if isinstance(loaded, Plan) else 1
+        batches = loaded.gradient_accumulation_steps
         print(told(timeline) if batches == 1 else f"of a step of {batches} batches the last:\n{told(timeline)}")
 
 

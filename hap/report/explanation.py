@@ -15,7 +15,7 @@ import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.conversion import Need, find_needs
-from hap.cost_models.compute import DEFAULT_MODEL
+from hap.cost_models.compute import DEFAULT_MODEL, Calls
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.sequence import ConversionCost, Pricer, sequence
 from hap.cost_models.timeline import Timeline
@@ -64,7 +64,8 @@ def make_explanation(
     costs = Pricer(graph, plan.sizes, cluster, batches=batches).price(needs)
     replay = _Replay(plan, graph, cluster, {cost.need: i for i, cost in enumerate(costs)})
     again = repeats(graph, strategies, plan.repeated)
-    for item in sequence(graph, strategies, plan.sizes, cluster, costs, DEFAULT_MODEL, again=again):
+    calls = Calls(graph, batches)
+    for item in sequence(graph, strategies, plan.sizes, cluster, costs, DEFAULT_MODEL, calls, again=again):
         if isinstance(item, ConversionCost):
             replay.collective(item)
         else:

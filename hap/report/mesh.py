@@ -6,7 +6,7 @@ from typing import Any
 
 from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
-from hap.report.summary import summarize
+from hap.report.summary import batches_in_words, summarize
 from hap.report.words import counted, listed, percent, quantity, seconds, table
 
 
@@ -30,6 +30,7 @@ def summarize_mesh(plan: MeshPlan) -> str:
 def times_in_words(plan: MeshPlan) -> list[str]:
     predicted = plan.predicted
     return [
+        *batches_in_words(plan.gradient_accumulation_steps),
         f"predicted step: {seconds(predicted.as_run_s)} as it is run",
         f"nothing overlapped: {seconds(predicted.step_s)}, of it sums over hosts {seconds(predicted.sums_s)}; no "
         f"plan of these two axes can take less than {seconds(predicted.lower_bound_s)} (proved, gap "
@@ -61,7 +62,8 @@ def plans_inside(plan: MeshPlan) -> list[tuple[int, Plan, list[str]]]:
 
 def mesh_to_json(plan: MeshPlan) -> dict[str, Any]:
     """What ``summarize_mesh`` says of the hosts, for programs."""
-    return plan.model_dump(mode="json", include={"provenance", "hosts", "batch", "predicted", "left_out"})
+    body = plan.model_dump(mode="json", include={"provenance", "hosts", "batch", "predicted", "left_out"})
+    return {**body, "gradient_accumulation_steps": plan.gradient_accumulation_steps}
 
 
 def _without_bound(plan: Plan) -> Plan:

@@ -105,14 +105,19 @@ def batch_group(plan: Plan) -> str | None:
     return next((name for name, group in plan.groups.items() if group.label == "batch"), None)
 
 
+def batches_in_words(batches: int) -> list[str]:
+    if batches == 1:
+        return []
+    return [f"a step has {batches} batches, whose gradients are added up; times are of one batch, their mean"]
+
+
 def _headline(plan: Plan) -> Iterator[str]:
     made, predicted = plan.provenance, plan.predicted
     yield (
         f"{made.model}: {quantity(made.parameters)} parameters, {made.optimizer}, "
         f"on {counted(plan.world_size, 'device')} of cluster {made.cluster!r} ({made.backend})"
     )
-    if (batches := plan.gradient_accumulation_steps) > 1:
-        yield f"a step has {batches} batches, whose gradients are added up; times are of one batch, their mean"
+    yield from batches_in_words(plan.gradient_accumulation_steps)
     if made.reduce_dtype is not None:
         yield f"gradients are exchanged in {made.reduce_dtype}"
     proof = ""

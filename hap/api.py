@@ -132,8 +132,8 @@ def plan_mesh(
 ) -> MeshPlan:
     """As ``plan``, on a mesh of two axes: the batch is dealt out between hosts, and each host's part is planned for its
     devices (``hap.search.mesh``). Worth its while where the batch is large and hosts hold several devices, which
-    together hold what one cannot. ``leave_out``: hosts with the slowest networks may be left out. ``compile`` takes the
-    plan, or the file it was saved to.
+    together hold what one cannot. ``leave_out``: hosts with the slowest networks may be left out.
+    ``gradient_accumulation_steps``: as of ``plan``. ``compile`` takes the plan, or the file it was saved to.
 
     PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
     """

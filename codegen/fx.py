@@ -182,7 +182,8 @@ class _Emitter:
         kwargs = {key: map_leaves(arg, self._leaf) for key, arg in call.kwargs}
         if call.op == HOSTS_SUM:
             name = call.outputs[0]
-            summed = self.graph.create_node("call_method", "over_hosts", (self.comm, *args[: SITE + 1]), {}, name)
+            given = (self.comm, *args[: SITE + 1])
+            summed = self.graph.create_node("call_method", "over_hosts", given, kwargs, name)
             self.values[str(name)] = summed
             return
         if not returns_many(call):

@@ -312,7 +312,8 @@ class _Body:
     def _call(self, instruction: Call) -> Bracket:
         function = resolve(instruction.op)
         if instruction.op == HOSTS_SUM:
-            return call("comm.over_hosts", [self._argument(arg) for arg in instruction.args[: SITE + 1]], [])
+            given = [self._argument(arg) for arg in instruction.args[: SITE + 1]]
+            return call("comm.over_hosts", given, [(key, self._argument(arg)) for key, arg in instruction.kwargs])
         if isinstance(function, FunctionType):
             name = function.__name__
         else:

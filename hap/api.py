@@ -129,18 +129,22 @@ def plan_mesh(
     effort: Effort = "normal",
     leave_out: bool = False,
     gradient_accumulation_steps: int | Literal["best"] = 1,
+    reduce_dtype: ReduceDtype = None,
 ) -> MeshPlan:
     """As ``plan``, on a mesh of two axes: the batch is dealt out between hosts, and each host's part is planned for its
     devices (``hap.search.mesh``). Worth its while where the batch is large and hosts hold several devices, which
     together hold what one cannot. ``leave_out``: hosts with the slowest networks may be left out.
-    ``gradient_accumulation_steps``: as of ``plan``. ``compile`` takes the plan, or the file it was saved to.
+    ``gradient_accumulation_steps`` and ``reduce_dtype``: as of ``plan``. ``compile`` takes the plan, or the file it was
+    saved to.
 
     PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
     """
     spec = _cluster(cluster)
 
     def decide(inputs: Any, targets: Any, batches: int) -> MeshPlan:
-        graph = capture(model, inputs, loss_fn=loss_fn, example_targets=targets, outputs=outputs)
+        graph = capture(
+            model, inputs, loss_fn=loss_fn, example_targets=targets, outputs=outputs, reduce_dtype=reduce_dtype
+        )
         possible = choices(graph)
         found = search_mesh(possible, spec, optimizer=optimizer, effort=effort, leave_out=leave_out, batches=batches)
         return explained_mesh(found, graph, spec)

@@ -11,28 +11,14 @@ from hap import api
 from hap.errors import HapError, InfeasibleError, PlanError
 from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
-from hap.reduce_dtype import ReduceDtype
 
 Mesh = Literal["flat", "hosts", "best"]
 
 
-def plan_axes(
-    mesh: Mesh,
-    model: torch.nn.Module,
-    cluster: api.Cluster,
-    *,
-    gradient_accumulation_steps: int | Literal["best"] = 1,
-    reduce_dtype: ReduceDtype = None,
-    **given: Any,
-) -> Plan | MeshPlan:
+def plan_axes(mesh: Mesh, model: torch.nn.Module, cluster: api.Cluster, **given: Any) -> Plan | MeshPlan:
     """``hap.plan`` for ``flat``, ``hap.plan_mesh`` for ``hosts``, and for ``best`` of both plans the one with the
     shortest step as run, or the only one that there is. ``given``: the arguments that all of them take. The errors are
-    theirs, of ``best`` the first one's if there is no plan. On two axes gradients are exchanged in their own dtype."""
-    if reduce_dtype is not None and mesh == "hosts":
-        raise PlanError("on two axes gradients are exchanged in their own dtype; plan on one axis for reduce_dtype")
-    given |= {"gradient_accumulation_steps": gradient_accumulation_steps}
-    if reduce_dtype is not None:
-        return api.plan(model, cluster, reduce_dtype=reduce_dtype, **given)
+    theirs, of ``best`` the first one's if there is no plan."""
     doors: dict[Mesh, list[Callable[..., Plan | MeshPlan]]] = {
         "flat": [api.plan],
         "hosts": [api.plan_mesh],

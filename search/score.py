@@ -4,7 +4,8 @@ Of the same strategies every program is alike: which calls and collectives stand
 the values' whole bytes alone. Sizes change only how long each takes, and by which way a collective goes. So a program
 is drafted and rewritten once (``score_of``), and played at as many sizes as somebody asks about (``Score.step_s``):
 
-    a call        its node's seconds on every rank; a product that its bias was folded into is the product
+    a call        its node's seconds on every rank; a product that its bias was folded into is the product, a sum over
+                  hosts that gives another dtype is the sum
     a conversion  packing and joining are compute: the bytes copied, and the calls made (``CALLS`` for each collective,
                   one for each value, or one for each rank's piece of it, assumed); the wire is one stream for all, in
                   the order of issue
@@ -37,7 +38,8 @@ from hap.hosts_sum import HOSTS_SUM
 from hap.placement import GroupSizes, Placement
 from hap.plan import Collective, Strategy
 
-_FOLDED = ("hap.addmm.default", "aten.addmm.default")
+_PRODUCT = "aten.mm.default"
+_FOLDED = {"hap.addmm.default": _PRODUCT, "aten.addmm.default": _PRODUCT, HOSTS_SUM: HOSTS_SUM}
 CALLS = 10
 COPY_EFFICIENCY = 0.8  # of memory bandwidth, as in ``hap.cost_models.collective``
 
@@ -238,9 +240,9 @@ class _Writer:
     def instruction(self, instruction: Instruction, place: str, phase: Phase) -> None:
         match instruction:
             case Call(op=op, outputs=(str() as output,)) if op == HOSTS_SUM and output in self.handed_out:
-                self._sum(output)
+                self._sum(self._made(instruction))
             case Call():
-                self._call(self._product(instruction) if instruction.op in _FOLDED else self._node(instruction), phase)
+                self._call(self._made(instruction), phase)
             case Convert(kind="slice"):
                 self._piece(f"slice {instruction.output}", "slice", self._number(Together((instruction,), "local")))
             case Convert() | Together():
@@ -257,9 +259,8 @@ class _Writer:
     def handed_out(self) -> frozenset[str | None]:
         return frozenset(gradients_alone(self.program))
 
-    def _sum(self, output: str) -> None:
-        number = self._kind(self.program.held[output].value.node)
-        self.acts.append(_Act(len(self.pieces), True, output, output, number, over_hosts=True))
+    def _sum(self, name: str) -> None:
+        self.acts.append(_Act(len(self.pieces), True, name, name, self._kind(name), over_hosts=True))
 
     def _call(self, name: str, phase: str) -> None:
         self.pieces.append((True, self._kind(name)))
@@ -273,13 +274,11 @@ class _Writer:
             self.calls.append(self.of.parts(name, self.strategies[name]))
         return self._numbers[kind]
 
-    def _node(self, call: Call) -> str:
-        return next(self.program.held[name].value.node for name in call.outputs if name is not None)
-
-    def _product(self, call: Call) -> str:
-        """The node of the product that went into ``call``: the last one before its own."""
-        node = self.graph.by_name[self._node(call)]
-        while node.op != "aten.mm.default":
+    def _made(self, call: Call) -> str:
+        """The node whose work a call is: of several that became one the product, or the sum over hosts, that went into
+        it, the last one before its own."""
+        node = self.graph.by_name[next(self.program.held[name].value.node for name in call.outputs if name is not None)]
+        while call.op in _FOLDED and node.op != _FOLDED[call.op]:
             node = self.graph.by_name[node.inputs[0].node]
         return node.name
 

@@ -1,10 +1,13 @@
-"""Calls that one kernel does at once become one call: a product, its view and its bias; zeros and what goes among them.
+"""Calls that can be done at once become one call: a product, its view and its bias; zeros and what goes among them; a
+sum over hosts and the cast of it.
 
 Capture takes ``addmm`` apart, so that a partial product can be summed before the bias is added. Where nothing came in
 between, they are put together again: ``view(mm(a, b), size) + bias`` is ``hap.addmm(bias, a, b, size)``. One result is
 made where there were two. ``scatter(zeros_like(x), dim, index, source)``, the gradient of a gather, copies the zeros,
 which are as large as all logits: it is ``hap.scatter_into_zeros(x, dim, index, source)`` where nothing else reads them.
-All of it is local, so shares do not matter.
+A sum over hosts that only a cast reads gives what the cast would: so that of a gradient which travels in a narrower
+dtype (``hap.capture.narrow``) nothing is left to do when the sum is there, and none waits for it before the step ends.
+All else is local, so shares do not matter.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hap.codegen.program import Call, Instruction, Program
-from hap.graph import Value
+from hap.codegen.program import Call, Instruction, Program, RankDevice
+from hap.graph import CAST, Value
+from hap.hosts_sum import HOSTS_SUM
 
 
 def fuse_calls(program: Program) -> Program:
@@ -33,6 +37,11 @@ def _fused(program: Program, part: Sequence[Instruction], reads: Counter[str]) -
     instead: dict[int, Call] = {}
     for instruction in part:
         if not isinstance(instruction, Call):
+            continue
+        if summed := _sum_of_cast(instruction, made, reads):
+            dtype = program.held[str(instruction.outputs[0])].meta.dtype
+            instead[id(summed)] = replace(summed, outputs=instruction.outputs, kwargs=(("dtype", dtype),))
+            gone.add(id(instruction))
             continue
         found = _product_with_bias(program, instruction, made, reads) or _among_zeros(instruction, made, reads)
         if found:
@@ -81,3 +90,12 @@ def _among_zeros(scatter: Call, made: dict[str, Call], reads: Counter[str]) -> t
         return None
     assert into == Value(scatter.inputs[0])
     return replace(scatter, op="hap.scatter_into_zeros.default", args=(*zeros.args, *rest)), zeros
+
+
+def _sum_of_cast(cast: Call, made: dict[str, Call], reads: Counter[str]) -> Call | None:
+    """The sum over hosts that ``cast`` alone reads, if it is a cast of one to another dtype and nothing else."""
+    given = dict(cast.kwargs)
+    if cast.op != CAST or given.keys() - {"device"} != {"dtype"} or given.get("device") not in (None, RankDevice()):
+        return None
+    summed = made.get(cast.inputs[0])
+    return summed if summed is not None and summed.op == HOSTS_SUM and reads[cast.inputs[0]] == 1 else None

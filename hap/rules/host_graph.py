@@ -19,28 +19,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hap.conversion import Need, find_needs
+from hap.deferral import deferrable_values
 from hap.errors import PlanError
-from hap.graph import Graph, Node, TensorMeta, Value, map_values, verify_graph
+from hap.graph import CAST, Graph, Node, TensorMeta, Value, map_values, verify_graph
 from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.placement import PARTIAL, REPLICATE, GroupSizes, LocalSize, Placement, Shard, concrete_shape
 from hap.plan import Strategy
 from hap.rules.choices import Choices, Group
 from hap.rules.localize import Arguments, localize
 
+SUMMED = (PARTIAL, REPLICATE)  # as it is held, and as it is read
+
 
 def deal_batch(choices: Choices) -> dict[str, Strategy]:
     """Every node's strategy between the hosts: whole parameters, the batch dealt out, and whatever follows from that.
 
     In program order, each node takes the strategy that needs nothing but sums and slices and leaves the least to sum:
-    the bytes that it needs summed, and those that it leaves partial. What an operator needs whole, and is small, is
-    given whole to every host, and cut where others need a part. PlanError if an operator mixes samples otherwise, or if
-    there is no batch to deal out.
+    the bytes that it needs summed, and those that it leaves partial. Gradients that are rounded to be exchanged are
+    summed after that: what each host rounds after a sum would not be alike on all. What an operator needs whole, and is
+    small, is given whole to every host, and cut where others need a part. PlanError if an operator mixes samples
+    otherwise, if there is no batch to deal out, or if a gradient cannot be summed after it is rounded.
     """
     whole: set[str] = set()
     while True:
         dealing = _Dealing(choices, whole)
         blocked = next((n for n in choices.graph.nodes if not dealing.place(n)), None)
         if blocked is None:
+            dealing.check_rounded()
             return dealing.found
         more = dealing.dealt_freely(blocked) or dealing.small_ancestors(blocked)
         if not more:
@@ -59,6 +64,11 @@ class _Dealing:
         self.graph, self.batch = choices.graph, batch_group(choices).name
         self.found: dict[str, Strategy] = {}
         self.summed: set[Value] = set()
+        self.to_be_rounded = frozenset[str]()  # nodes of which nothing but gradients is made, which are rounded first
+        if (dtype := self.graph.reduce_dtype) is not None:
+            made = deferrable_values(self.graph)
+            wide = (v.node for v in made if self.graph.meta(v).dtype != dtype)
+            self.to_be_rounded = frozenset(name for name in wide if not self._widens(self.graph.by_name[name]))
 
     def place(self, node: Node) -> bool:
         """Whether the node has a strategy that is possible."""
@@ -111,14 +121,28 @@ class _Dealing:
     def _held(self, value: Value) -> Placement | None:
         return self.found[value.node].outputs[value.index]
 
-    def _cost(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int] | None:
-        """(bytes to sum, of arguments and of what is left partial; bytes that every host makes whole; arguments to cut;
-        of the first those of arguments, as what is summed late may be summed with more); None if sums and slices of the
-        batch are not enough."""
+    def check_rounded(self) -> None:
+        """PlanError if gradients are rounded to be exchanged, and one of them is not a sum over hosts from there on."""
+        for target, gradient in self.graph.gradients.items():
+            node = self.graph.by_name[gradient.node]
+            if self._widens(node) and (self._held(node.inputs[0]), self.found[node.name].inputs[0]) != SUMMED:
+                raise PlanError(
+                    f"the gradient of {target} is made of what hosts have summed, and each would round it in its own "
+                    "way: plan on one axis, or without reduce_dtype"
+                )
+
+    def _widens(self, node: Node) -> bool:
+        """Whether the node casts what was rounded back."""
+        return node.op == CAST and self.graph.meta(node.inputs[0]).dtype == self.graph.reduce_dtype
+
+    def _cost(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int, int] | None:
+        """(arguments to sum before a rounding; bytes to sum, of arguments and of what is left partial; bytes that every
+        host makes whole; arguments to cut; of the second those of arguments, as what is summed late may be summed with
+        more); None if sums and slices of the batch are not enough."""
         shards = [p for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)]
         if any(p.group != self.batch for p in shards):
             return None
-        nbytes = sliced = 0
+        early = nbytes = sliced = 0
         for value, want in zip(node.inputs, strategy.inputs, strict=True):
             have = self._held(value)
             if want == have:
@@ -127,12 +151,13 @@ class _Dealing:
                 sliced += 1
             elif have == PARTIAL and want == REPLICATE:
                 nbytes += 0 if value in self.summed else self.graph.meta(value).nbytes
+                early += node.name in self.to_be_rounded
             else:
                 return None
         made = zip(node.outputs, strategy.outputs, strict=True)
         whole = [(meta.nbytes, p) for meta, p in made if meta is not None and not isinstance(p, Shard)]
         later = sum(size for size, p in whole if p == PARTIAL)
-        return nbytes + later, sum(size for size, _ in whole), sliced, nbytes
+        return early, nbytes + later, sum(size for size, _ in whole), sliced, nbytes
 
 
 def batch_group(choices: Choices) -> Group:

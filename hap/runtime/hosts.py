@@ -109,19 +109,20 @@ class HostCommunicator(Communicator):
         """The picklable object of the world's rank 0 on every rank of the world."""
         return self.everyone.from_rank_zero(mine)
 
-    def over_hosts(self, piece: torch.Tensor, site: int) -> torch.Tensor:
+    def over_hosts(self, piece: torch.Tensor, site: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """What programs call: ``hosts_sum_later`` for the sites of ``later``, for others ``hosts_sum``."""
-        return self.hosts_sum_later(piece, site) if site in self._late else self.hosts_sum(piece, site)
+        return self.hosts_sum_later(piece, site, dtype) if site in self._late else self.hosts_sum(piece, site, dtype)
 
-    def hosts_sum(self, piece: torch.Tensor, site: int) -> torch.Tensor:
-        """What this rank holds of the site -> the same of its sum over hosts, a new contiguous tensor."""
+    def hosts_sum(self, piece: torch.Tensor, site: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What this rank holds of the site -> the same of its sum over hosts, a new contiguous tensor. It travels in
+        the piece's dtype; with another ``dtype`` the sum is cast to that."""
         if self.check:
             layout = self.sites[site].layouts[self.host]
             whole = tuple(piece.shape) if layout is None else layout.whole_shape(piece.shape)
             self.everyone.agree("hosts_sum", (site, str(piece.dtype), whole))
-        return self._exchange((site,)).sum([piece], self._move)[0]
+        return self._exchange((site,)).sum([piece], self._move, dtype)[0]
 
-    def hosts_sum_later(self, piece: torch.Tensor, site: int) -> torch.Tensor:
+    def hosts_sum_later(self, piece: torch.Tensor, site: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor that will hold ``hosts_sum`` once ``finish`` has returned; until then ``piece`` must not be written.
 
         The sites are ``later``, one after another: ProgramError for any other. Consecutive ones of one dtype go
@@ -132,13 +133,13 @@ class HostCommunicator(Communicator):
             due = "none" if expected is None else f"site {expected}"
             raise ProgramError(f"sums over hosts for later: site {site} was given, {due} is next")
         if self.check or not self._sum_lanes:
-            result = self.hosts_sum(piece, site)
+            result = self.hosts_sum(piece, site, dtype)
             self._given += 1
             return result
         self.sites[site].verify_piece(piece, self.host, self.rank)
         if self._bundle and self._bundle[0][1].dtype != piece.dtype:
             self._submit()
-        result = torch.empty_like(piece, memory_format=torch.contiguous_format)
+        result = torch.empty_like(piece, dtype=dtype, memory_format=torch.contiguous_format)
         self._bundle.append((site, piece, result))
         self._given += 1
         nbytes = sum(math.prod(self.sites[number].shape) * given.itemsize for number, given, _ in self._bundle)

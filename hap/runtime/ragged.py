@@ -110,20 +110,22 @@ class Window:
     def read(self, tensor: torch.Tensor, message: torch.Tensor) -> None:
         if self._scattered is None:
             message.view(self.shape).copy_(tensor[self._box])
-        else:
+        elif message.dtype == tensor.dtype:
             torch.index_select(tensor[self._box], *self._scattered, out=message.view(self.shape))
+        else:
+            message.view(self.shape).copy_(torch.index_select(tensor[self._box], *self._scattered))
 
     def write(self, tensor: torch.Tensor, message: torch.Tensor) -> None:
         if self._scattered is None:
             tensor[self._box].copy_(message.view(self.shape))
         else:
-            tensor[self._box].index_copy_(*self._scattered, message.view(self.shape))
+            tensor[self._box].index_copy_(*self._scattered, message.view(self.shape).to(tensor.dtype))
 
     def add(self, tensor: torch.Tensor, message: torch.Tensor) -> None:
         if self._scattered is None:
             tensor[self._box].add_(message.view(self.shape))
         else:
-            tensor[self._box].index_add_(*self._scattered, message.view(self.shape))
+            tensor[self._box].index_add_(*self._scattered, message.view(self.shape).to(tensor.dtype))
 
 
 class Ground:
@@ -223,20 +225,24 @@ class Exchange:
             Splits(_lengths(self._returning), _lengths(self._taking)),
         )
 
-    def sum(self, pieces: Sequence[torch.Tensor], move: Move) -> list[torch.Tensor]:
-        """What this rank holds of each site -> the same of its sum over hosts, new and contiguous. Collective; ``move``
-        makes one round. ProgramError for a piece of another shape, or for several dtypes."""
+    def sum(
+        self, pieces: Sequence[torch.Tensor], move: Move, dtype: torch.dtype | None = None
+    ) -> list[torch.Tensor]:
+        """What this rank holds of each site -> the same of its sum over hosts, new and contiguous, cast to ``dtype`` if
+        that is given. Collective; ``move`` makes one round. ProgramError for a piece of another shape, or for several
+        dtypes."""
         for site, piece in zip(self.sites, pieces, strict=True):
             site.verify_piece(piece, self.host, self.rank - self._starts[self.host])
         if len({piece.dtype for piece in pieces}) > 1:
             raise ProgramError("a sum over hosts: several dtypes cannot go together")
-        results = [torch.empty_like(piece, memory_format=torch.contiguous_format) for piece in pieces]
+        results = [torch.empty_like(piece, dtype=dtype, memory_format=torch.contiguous_format) for piece in pieces]
         self.sum_into(results, pieces, move)
         return results
 
     @torch.no_grad()  # by thread, and a lane's has not the program's
     def sum_into(self, results: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], move: Move) -> None:
-        """``sum`` in memory that is there, of pieces that are known to fit."""
+        """``sum`` in memory that is there, of whatever dtype, of pieces that are known to fit. What travels has the
+        pieces' dtype; sums are made in the results', and rounded to the pieces' if that is narrower, once."""
         if len(self.hosts) == 1:
             for result, piece in zip(results, pieces, strict=True):
                 result.copy_(piece)
@@ -253,7 +259,7 @@ class Exchange:
     def add(
         self, results: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], received: torch.Tensor
     ) -> torch.Tensor:
-        """Make this rank's sums, in their places in ``results``; what is sent of them in round 2."""
+        """Make this rank's sums, in their places in ``results``; what is sent of them in round 2, and alike here."""
         totals = [mine.view(_with_dims(result)) for mine, result in zip(self._mine, results, strict=True)]
         for source, row in enumerate(self._adding):
             begins = source < self._starts[1]  # the parts of host 0's ranks are together the whole of each total
@@ -264,7 +270,10 @@ class Exchange:
             for part in row:
                 put = part.window.write if begins else part.window.add
                 put(totals[part.tensor], part.message(received))
-        return _packed(self._returning, totals, results[0])
+        for total, piece in zip(totals, pieces, strict=True):
+            if total.dtype != piece.dtype:
+                total.copy_(total.to(piece.dtype))
+        return _packed(self._returning, totals, pieces[0])
 
     def unpack(self, results: Sequence[torch.Tensor], received: torch.Tensor) -> None:
         """Put the sums of others in their places."""

@@ -68,12 +68,14 @@ def deliver(sent: Sequence[torch.Tensor], splits: Sequence[Splits]) -> list[torc
     return [torch.cat([row[rank] for row in messages]) for rank in range(len(sent))]
 
 
-def exchange(hosts: Hosts, sites: list[Site], pieces: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """The steps of every rank, in turns: pieces by rank and site -> sums alike."""
+def exchange(
+    hosts: Hosts, sites: list[Site], pieces: list[list[torch.Tensor]], dtype: torch.dtype | None = None
+) -> list[list[torch.Tensor]]:
+    """The steps of every rank, in turns: pieces by rank and site -> sums alike, in ``dtype`` if that is given."""
     ranks = [Exchange(sites, hosts, rank) for rank in range(sum(hosts))]
     if len(hosts) == 1:
-        return [one.sum(mine, never) for one, mine in zip(ranks, pieces, strict=True)]
-    results = [[torch.empty_like(p, memory_format=torch.contiguous_format) for p in mine] for mine in pieces]
+        return [one.sum(mine, never, dtype) for one, mine in zip(ranks, pieces, strict=True)]
+    results = [[torch.empty_like(p, dtype=dtype, memory_format=torch.contiguous_format) for p in m] for m in pieces]
     sent = [one.pack(mine) for one, mine in zip(ranks, pieces, strict=True)]
     received = deliver(sent, [one.splits[0] for one in ranks])
     sent = [one.add(*job) for one, *job in zip(ranks, results, pieces, received, strict=True)]  # type: ignore[arg-type]
@@ -109,6 +111,26 @@ def test_every_rank_holds_its_part_of_the_sum_to_the_last_bit(
             assert result.dtype == dtype and result.shape == mine.shape and result.is_contiguous()
             assert torch.equal(result, mine)
             assert torch.equal(pieces[world_rank][number], before[world_rank][number])
+
+
+@given(bundles(), st.integers(0, 99))
+@example((HOSTS, [UNLIKE, SCALAR, NOTHING, RECURRING]), 0)
+def test_a_sum_of_another_dtype_is_rounded_once_and_alike_on_every_rank(
+    bundle: tuple[Hosts, list[Site]], seed: int
+) -> None:
+    hosts, sites = bundle
+    generator = torch.Generator().manual_seed(seed)
+    wholes = [[(9 * torch.randn(site.shape, generator=generator)).bfloat16() for _ in hosts] for site in sites]
+    pieces = [
+        [take(site, whole[host], host, rank) for site, whole in zip(sites, wholes, strict=True)]
+        for host, rank in places(hosts)
+    ]
+    sums = exchange(hosts, sites, pieces, torch.float32)
+    for number, (site, whole) in enumerate(zip(sites, wholes, strict=True)):
+        total = sum((part.float() for part in whole[1:]), whole[0].float()).bfloat16().float()
+        for world_rank, place in enumerate(places(hosts)):
+            assert sums[world_rank][number].dtype == torch.float32
+            assert torch.equal(sums[world_rank][number], take(site, total, *place))
 
 
 def elements(shape: tuple[int, ...], region: Region) -> list[int]:

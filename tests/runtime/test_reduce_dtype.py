@@ -24,12 +24,18 @@ from hap.capture.narrow import narrowed
 from hap.cluster import ClusterSpec
 from hap.codegen.accumulate import find_accumulation
 from hap.codegen.lowering import lower
+from hap.codegen.program import Call
 from hap.errors import PlanError
 from hap.graph import CAST, Graph, Value
+from hap.hosts_sum import HOSTS_SUM
+from hap.mesh import deferred_sums, graph_of, program_of, sums_in_order
+from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
+from hap.rules.host_graph import deal_batch, summed
 from hap.runtime.lockstep import run_lockstep
 from tests._support import gpt2
+from tests._support.mesh import make_mesh
 from tests._support.narrow import exchanged, is_narrow, narrow_plan
 from tests._support.plans import make_plan, random_sizes, random_strategies, sizes_for
 from tests._support.ranks import run_ranks
@@ -90,6 +96,13 @@ def plans(dtype: torch.dtype) -> dict[str, Plan]:
     return made | {f"any {seed}": anything(found, seed) for seed in range(4)}
 
 
+def meshes(dtype: torch.dtype) -> dict[str, MeshPlan]:
+    """Of two hosts."""
+    graph = steps(dtype)[0].graph
+    drawn = {f"hosts {seed}": make_mesh(graph, (1, 2), (2, 4), seed) for seed in range(4)}
+    return {"hosts": make_mesh(graph, (2, 1), (4, 2)), **drawn}
+
+
 def anything(found: Choices, seed: int) -> Plan:
     source = random.Random(seed)
     return make_plan(found, random_strategies(found, source), random_sizes(found, 3, source), regather=seed % 2 == 1)
@@ -116,7 +129,7 @@ def test_what_ranks_exchange_of_gradients_is_narrow(kind: str) -> None:
     assert is_narrow(found.graph, program) and (exchanged(program) or kind == "tensor")
 
 
-def run_whole(rank: int, made: dict[str, Plan], steps_taken: int, expected: Arrays) -> dict[str, list[str]]:
+def run_whole(rank: int, made: dict[str, Plan | MeshPlan], steps_taken: int, expected: Arrays) -> dict[str, list[str]]:
     """The parameters whose gradients of so many batches are not what is expected, under every plan."""
     found = {}
     for name, plan in made.items():
@@ -138,7 +151,8 @@ def test_on_real_ranks_too_and_over_several_batches(batches: int) -> None:
     bfloat16 but where they are small; in float16 they are."""
     dtype = torch.bfloat16 if batches == 1 else torch.float16
     _, _, expected = steps(dtype)
-    made, wanted = plans(dtype), {target: (batches * gradient).numpy() for target, gradient in expected.items()}
+    wanted = {target: (batches * gradient).numpy() for target, gradient in expected.items()}
+    made: dict[str, Plan | MeshPlan] = {**plans(dtype), **meshes(dtype)}
     for wrong in run_ranks(3, run_whole, made, batches, wanted):
         assert wrong == {name: [] for name in made}
 
@@ -160,11 +174,16 @@ def language_plans() -> dict[str, Plan]:
     return {"data": narrow_plan(found, batch, sizes[1]), "zero": narrow_plan(found, batch | rows, sizes[0])}
 
 
+def language_meshes() -> dict[str, MeshPlan]:
+    graph = languages()[1]
+    return {"hosts": make_mesh(graph, (2, 1), (5, 3)), "hosts drawn": make_mesh(graph, (1, 2), (3, 5), 1)}
+
+
 def batch(number: int) -> tuple[tuple[torch.Tensor], torch.Tensor]:
     return (gpt2.batch(number),), gpt2.batch(number)
 
 
-def run_language(rank: int, made: dict[str, Plan], batches: int) -> dict[str, tuple[Arrays, float, Arrays]]:
+def run_language(rank: int, made: dict[str, Plan | MeshPlan], batches: int) -> dict[str, tuple[Arrays, float, Arrays]]:
     """Under every plan the gradients of so many batches, their norm, and what clipping leaves of them."""
     found = {}
     for name, plan in made.items():
@@ -207,8 +226,11 @@ def test_a_language_model_is_within_the_rounding_of_parts_and_sums(batches: int)
     """Of the tied weight each rank adds two terms, rounded each: their parts are larger than their sum's, by as much
     as the two readers' gradients differ, for which four times the bound is enough here."""
     expected, bound = samples(batches), (1 + 2**-8) ** 3 - 1
-    for rank in run_ranks(3, run_language, language_plans(), batches):
+    made: dict[str, Plan | MeshPlan] = {**language_plans(), **language_meshes()}
+    first, *others = run_ranks(3, run_language, made, batches)
+    for rank in (first, *others):
         for name, (gradients, norm, clipped) in rank.items():
+            assert all(np.array_equal(first[name][0][t], gradient) for t, gradient in gradients.items()), "on all alike"
             worst = 0.0
             for target, (gradient, size) in expected.items():
                 error = (torch.from_numpy(gradients[target]).double() - gradient).abs()
@@ -233,6 +255,36 @@ def test_half_of_the_bytes_travel() -> None:
         sent.append(sum(nbytes for _, nbytes in exchanged(program)))
     parameters = sum(n.meta.nbytes for n in plain.sources("parameter"))
     assert sent[1] * 2 == parameters and sent[0] == parameters and is_narrow(narrow, program)
+
+
+def test_sums_over_hosts_are_narrow_and_give_what_is_wide_when_the_step_ends() -> None:
+    """The positions' gradient, too, whose rows would be fewer to sum before they are put in their places."""
+    graph, plan = languages()[1], language_meshes()["hosts"]
+    gradients = len(set(graph.gradients.values()))
+    for host in range(2):
+        sums = [n for n in summed(graph_of(graph, plan, host)) if n.meta.dtype == torch.bfloat16]
+        assert len(sums) == gradients and len(summed(graph_of(graph, plan, host))) == gradients + 2
+        program = program_of(graph, plan, host).program
+        order, later = sums_in_order(program)
+        assert len(order) == gradients + 2 and len(later) > gradients / 2
+        calls = [i for i in program.backward if isinstance(i, Call) and i.op == HOSTS_SUM]
+        assert len(calls) == gradients and deferred_sums(program) == order[2:]
+        wide = [c for c in calls if dict(c.kwargs).get("dtype") == torch.float32]
+        assert {c.args[1] for c in wide} >= set(later)
+        assert all(program.held[str(c.outputs[0])].meta.dtype == torch.float32 for c in wide)
+
+
+def test_a_gradient_that_hosts_would_round_each_in_its_own_way_is_refused() -> None:
+    """The penalty is the same on all hosts, and added to what they have summed."""
+
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((out - target) ** 2).mean() + model.weight.square().sum()
+
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    graph = capture(model, x, loss_fn=loss, example_targets=x)
+    deal_batch(choices(graph))
+    with pytest.raises(PlanError, match="the gradient of weight is made of what hosts have summed, and each would"):
+        deal_batch(choices(narrowed(graph, torch.bfloat16)))
 
 
 # ---- several batches ----

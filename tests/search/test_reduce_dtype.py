@@ -16,8 +16,8 @@ from hap.capture import capture, interpret, source_values
 from hap.capture.narrow import narrowed
 from hap.codegen.lowering import lower
 from hap.cost_models.evaluate import evaluate
-from hap.errors import PlanError
 from hap.graph import CAST, Graph, Value
+from hap.mesh_plan import MeshPlan
 from hap.placement import PARTIAL
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
@@ -168,12 +168,18 @@ def test_several_batches_pay_once_for_what_travels_narrow() -> None:
     assert four.predicted.communication_s < 0.35 * one.predicted.communication_s
 
 
-def test_two_axes_refuse_it_in_one_line() -> None:
-    model, x = nn.Linear(4, 4), torch.empty(8, 4)
-    with pytest.raises(PlanError, match="on two axes gradients are exchanged in their own dtype; plan on one axis"):
-        plan_axes("hosts", model, ETHERNET, example_inputs=x, loss_fn=torch.sum, reduce_dtype=torch.bfloat16)
-    best = plan_axes("best", model, ETHERNET, example_inputs=x, loss_fn=torch.sum, reduce_dtype="bfloat16")
-    assert isinstance(best, hap.Plan) and best.provenance.reduce_dtype == "bfloat16"
+def test_on_two_axes_half_as_many_bytes_are_summed_over_hosts() -> None:
+    """Beside the backward pass, as those of gradients in their own dtype are."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)), torch.empty(64, 1024)
+    given = {"example_inputs": x, "loss_fn": torch.sum, "effort": "quick"}
+    wide, narrow = (plan_axes("hosts", model, ETHERNET, **given, reduce_dtype=d) for d in (None, torch.bfloat16))
+    assert isinstance(wide, MeshPlan) and isinstance(narrow, MeshPlan)
+    assert narrow.provenance.reduce_dtype == "bfloat16" and wide.provenance.reduce_dtype is None
+    assert narrow.predicted.sums_s == pytest.approx(wide.predicted.sums_s / 2, rel=0.1)
+    assert narrow.predicted.as_run_s < 0.6 * wide.predicted.as_run_s
+    best = plan_axes("best", model, ETHERNET, **given, reduce_dtype="bfloat16")
+    assert best.predicted.as_run_s <= narrow.predicted.as_run_s
 
 
 # ---- bounds and bytes ----

@@ -35,10 +35,11 @@ def deal_batch(choices: Choices) -> dict[str, Strategy]:
     """Every node's strategy between the hosts: whole parameters, the batch dealt out, and whatever follows from that.
 
     In program order, each node takes the strategy that needs nothing but sums and slices and leaves the least to sum:
-    the bytes that it needs summed, and those that it leaves partial. Gradients that are rounded to be exchanged are
-    summed after that: what each host rounds after a sum would not be alike on all. What an operator needs whole, and is
-    small, is given whole to every host, and cut where others need a part. PlanError if an operator mixes samples
-    otherwise, if there is no batch to deal out, or if a gradient cannot be summed after it is rounded.
+    the bytes that it needs summed, and those that it leaves partial. Of a gradient the sum over hosts is the last thing
+    that is done, where that can be: what each host makes, and rounds, of a sum in its own way is not alike on all, and
+    a step's batches can have one sum together. What an operator needs whole, and is small, is given whole to every
+    host, and cut where others need a part. PlanError if an operator mixes samples otherwise, if there is no batch to
+    deal out, or if a gradient cannot be summed after it is rounded to be exchanged.
     """
     whole: set[str] = set()
     while True:
@@ -64,11 +65,9 @@ class _Dealing:
         self.graph, self.batch = choices.graph, batch_group(choices).name
         self.found: dict[str, Strategy] = {}
         self.summed: set[Value] = set()
-        self.to_be_rounded = frozenset[str]()  # nodes of which nothing but gradients is made, which are rounded first
-        if (dtype := self.graph.reduce_dtype) is not None:
-            made = deferrable_values(self.graph)
-            wide = (v.node for v in made if self.graph.meta(v).dtype != dtype)
-            self.to_be_rounded = frozenset(name for name in wide if not self._widens(self.graph.by_name[name]))
+        # Of these nothing but gradients is made, which are to be summed after them, and after they are rounded.
+        made = {v.node for v in deferrable_values(self.graph)}
+        self.before_sums = frozenset(name for name in made if not self._widens(self.graph.by_name[name]))
 
     def place(self, node: Node) -> bool:
         """Whether the node has a strategy that is possible."""
@@ -136,9 +135,9 @@ class _Dealing:
         return node.op == CAST and self.graph.meta(node.inputs[0]).dtype == self.graph.reduce_dtype
 
     def _cost(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int, int] | None:
-        """(arguments to sum before a rounding; bytes to sum, of arguments and of what is left partial; bytes that every
-        host makes whole; arguments to cut; of the second those of arguments, as what is summed late may be summed with
-        more); None if sums and slices of the batch are not enough."""
+        """(arguments to sum before a gradient is made; bytes to sum, of arguments and of what is left partial; bytes
+        that every host makes whole; arguments to cut; of the second those of arguments, as what is summed late may be
+        summed with more); None if sums and slices of the batch are not enough."""
         shards = [p for p in (*strategy.inputs, *strategy.outputs) if isinstance(p, Shard)]
         if any(p.group != self.batch for p in shards):
             return None
@@ -151,7 +150,7 @@ class _Dealing:
                 sliced += 1
             elif have == PARTIAL and want == REPLICATE:
                 nbytes += 0 if value in self.summed else self.graph.meta(value).nbytes
-                early += node.name in self.to_be_rounded
+                early += node.name in self.before_sums
             else:
                 return None
         made = zip(node.outputs, strategy.outputs, strict=True)

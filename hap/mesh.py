@@ -18,15 +18,18 @@ from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.runner import Outcome, run_passes
 from hap.codegen.program import Call, Program, gradients_alone
 from hap.codegen.source import to_python
+from hap.cost_models.compute import node_seconds
 from hap.cost_models.timeline import Timeline
 from hap.cost_models.together import play_together
 from hap.errors import PlanError
 from hap.graph import Graph
+from hap.hosts import Device
 from hap.hosts_sum import HOSTS_SUM, SITE
-from hap.mesh_plan import BATCH, MeshPlan
+from hap.mesh_plan import BATCH, MeshExplanation, MeshPlan
 from hap.placement import Shard, Sizes
 from hap.plan import Plan, Strategy
 from hap.recompile import Recompiler
+from hap.report.explanation import cluster_body
 from hap.report.words import listed
 from hap.rules.choices import choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
@@ -115,12 +118,25 @@ def host_program(
 
 
 def explained_mesh(plan: MeshPlan, graph: Graph, cluster: ClusterSpec) -> MeshPlan:
-    """The plan with the explanations of its hosts' plans."""
-    spec, found = meshed_part(plan, cluster), list[Plan]()
+    """The plan with its explanation, and those of its hosts' plans."""
+    spec, found, sums_s = meshed_part(plan, cluster), list[Plan](), list[list[float]]()
     for number, inside in enumerate(plan.inside):
         host = next(h for h, part in enumerate(plan.hosts) if part.inside == number)
-        found.append(explained(inside, graph_of(graph, plan, host), host_cluster(spec, host), helps=False))
-    return plan.model_copy(update={"inside": tuple(found)})
+        of_host, devices = graph_of(graph, plan, host), host_cluster(spec, host)
+        found.append(explained(inside, of_host, devices, helps=False))
+        sums_s.append([_sums_s(of_host, inside, device) for device in devices.devices])
+    by_rank = tuple(s for host in plan.hosts for s in sums_s[host.inside])
+    explanation = MeshExplanation(cluster=cluster_body(spec), sums_s=by_rank)
+    return plan.model_copy(update={"inside": tuple(found), "explanation": explanation})
+
+
+def _sums_s(graph: Graph, inside: Plan, device: Device) -> float:
+    """What sums over hosts take of a host's step, as they are in the compute that its plan predicts for the device."""
+    of_each = (
+        node_seconds(graph, node, inside.strategy(node.name), inside.sizes, device, device.rank)
+        for node in summed(graph)
+    )
+    return float(f"{sum(of_each):.4g}")
 
 
 def play_mesh(graph: Graph, plan: MeshPlan, cluster: ClusterSpec) -> Timeline:

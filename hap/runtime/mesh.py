@@ -6,6 +6,7 @@ what is left to do here is to deal batches out, first to hosts, then to the rank
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from hap.runtime.collectives import Communicator
 from hap.runtime.data import Feed, Signature
 from hap.runtime.hosts import HostCommunicator
 from hap.runtime.program import HapProgram
+from hap.runtime.record import Recorder
 from hap.runtime.variants import Rebuild, without_data
 
 
@@ -70,8 +72,10 @@ class MeshProgram(HapProgram):
     def no_sync(self) -> NoReturn:
         raise ProgramError("a plan of two axes sums gradients over the ranks in every backward pass: plan on one axis")
 
-    def record(self, folder: object, *, every: int = 1, probe_every: int = 0) -> NoReturn:
-        raise ProgramError("a plan of two axes is not recorded: its hosts' collectives are not told apart yet")
+    def record(self, folder: str | os.PathLike[str], *, every: int = 1, probe_every: int = 0) -> Recorder:
+        """As ``HapProgram.record``: what ranks of one host do together is told apart from what all do."""
+        plan, host = self._mesh_plan, self._host
+        return Recorder(folder, self._everyone, plan, every=every, probe_every=probe_every, mesh_host=host)
 
     @property
     def _everyone(self) -> Communicator:

@@ -87,7 +87,7 @@ def test_a_recorded_job_computes_the_same_and_tells_all(name: str, tmp_path: Pat
     assert any(len(call) == 8 for r in ranks for call in r.steps[0].calls or ()) or name == "data"
     run = load_run(tmp_path)
     assert run.numbers == (1, 2, 3, 4) and set(run.waits) == {0, 2}  # the last step's end is not known
-    assert all((found.seconds >= 0).all() for found in run.waits.values())
+    assert all((found.world.seconds >= 0).all() and not found.hosts for found in run.waits.values())
     assert len(run.probes) == 2 and np.isnan(np.diag(run.probes[0][2])).all()
     assert find_traffic(run).step == 3 and '"forward"' in to_trace(run)
 

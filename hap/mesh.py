@@ -24,10 +24,11 @@ from hap.cost_models.together import play_together
 from hap.errors import PlanError
 from hap.graph import Graph
 from hap.hosts_sum import HOSTS_SUM, SITE
-from hap.mesh_plan import BATCH, MeshPlan
+from hap.mesh_plan import BATCH, MeshExplanation, MeshPlan
 from hap.placement import Shard, Sizes
 from hap.plan import Plan, Strategy
 from hap.recompile import Recompiler
+from hap.report.explanation import cluster_body
 from hap.report.words import listed
 from hap.rules.choices import choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
@@ -38,7 +39,7 @@ from hap.runtime.mesh import MeshProgram, dealt_to_hosts
 from hap.runtime.ragged import Site
 from hap.runtime.variants import Built
 from hap.search.judge import default_passes, played_events
-from hap.search.mesh import host_cluster, of_batch
+from hap.search.mesh import host_cluster, of_batch, seconds_of_sums
 from hap.search.rounding import round_shares
 from hap.search.subsets import without
 from hap.together import OTHER, agree_on_program, together
@@ -116,12 +117,16 @@ def host_program(
 
 
 def explained_mesh(plan: MeshPlan, graph: Graph, cluster: ClusterSpec) -> MeshPlan:
-    """The plan with the explanations of its hosts' plans."""
-    spec, found = meshed_part(plan, cluster), list[Plan]()
+    """The plan with its explanation, and those of its hosts' plans."""
+    spec, found, sums_s = meshed_part(plan, cluster), list[Plan](), list[list[float]]()
     for number, inside in enumerate(plan.inside):
         host = next(h for h, part in enumerate(plan.hosts) if part.inside == number)
-        found.append(explained(inside, graph_of(graph, plan, host), host_cluster(spec, host), helps=False))
-    return plan.model_copy(update={"inside": tuple(found)})
+        of_host, devices = graph_of(graph, plan, host), host_cluster(spec, host)
+        found.append(explained(inside, of_host, devices, helps=False))
+        sums_s.append([float(f"{seconds_of_sums(of_host, inside, d):.4g}") for d in devices.devices])
+    by_rank = tuple(s for host in plan.hosts for s in sums_s[host.inside])
+    explanation = MeshExplanation(cluster=cluster_body(spec), sums_s=by_rank)
+    return plan.model_copy(update={"inside": tuple(found), "explanation": explanation})
 
 
 def play_mesh(graph: Graph, plan: MeshPlan, cluster: ClusterSpec) -> Timeline:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pydantic
 
 from hap import plan_file
 from hap.errors import PlanError
 from hap.placement import GroupSizes, Shard
-from hap.plan import GroupPlan, Plan, Provenance, Strategy, verify_plan
+from hap.plan import GroupPlan, Plan, Provenance, Seconds, Sparse, Strategy, verify_plan
 from hap.plan_file import SCHEMA_VERSION
 
 BATCH = "batch"  # the group of all shards between hosts
@@ -59,9 +60,19 @@ class MeshPrediction(_Frozen):
         return self.step_s if self.overlapped_s is None else self.overlapped_s
 
 
-class MeshPlan(_Frozen):
-    """See the module docstring. ``provenance`` is about the whole model and cluster; without the hosts ``left_out``."""
+class MeshExplanation(_Frozen):
+    """What a reader wants beside the decisions, and the plans inside do not tell. ``cluster`` is the description of the
+    whole one, without the hosts left out; ``sums_s`` what of each rank's predicted compute are sums over hosts."""
 
+    cluster: dict[str, Any]
+    sums_s: tuple[Seconds, ...]
+
+
+class MeshPlan(Sparse):
+    """See the module docstring. ``provenance`` is about the whole model and cluster; without the hosts ``left_out``.
+    ``explanation`` is not in the file where there is none."""
+
+    absent = ("explanation",)
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
     hosts: tuple[HostPart, ...]
@@ -70,6 +81,7 @@ class MeshPlan(_Frozen):
     inside: tuple[Plan, ...]
     predicted: MeshPrediction
     left_out: tuple[str, ...] = ()
+    explanation: MeshExplanation | None = None
 
     @property
     def world_size(self) -> int:
@@ -154,6 +166,8 @@ def verify_mesh_plan(plan: MeshPlan, origin: str = "plan") -> None:
     for host in plan.hosts:
         if host.inside >= len(plan.inside) or plan.inside[host.inside].world_size != host.ranks:
             raise PlanError(f"{origin}: host {host.name} of {host.ranks} ranks has no plan inside")
+    if plan.explanation is not None and len(plan.explanation.sums_s) != plan.world_size:
+        raise PlanError(f"{origin}: {len(plan.explanation.sums_s)} sums over hosts for {plan.world_size} ranks")
     for name, text in plan.between.items():
         _verify_between(name, text, plan.batch.n, origin)
 

@@ -65,7 +65,7 @@ class _Frozen(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
 
 
-class _Sparse(_Frozen):
+class Sparse(_Frozen):
     """A field in ``absent`` came after files of its version were written: where it says nothing it is not in a file."""
 
     absent: ClassVar[tuple[str, ...]] = ()
@@ -97,7 +97,7 @@ class Conversion(_Frozen):
     nbytes: int = pydantic.Field(ge=0)  # of the whole value
 
 
-class Prediction(_Sparse):
+class Prediction(Sparse):
     """What the cost model expects. Seconds and bytes; one entry per rank where a tuple. ``step_s``, which the bound is
     for, has nothing overlap; ``overlapped_s`` is the step of the program as it is run, after its passes, and no plan of
     one axis for these devices is run in less than ``overlapped_bound_s``, which is in the file where it is known."""
@@ -133,7 +133,7 @@ class Prediction(_Sparse):
         return max(0.0, 1.0 - self.overlapped_bound_s / self.overlapped_s) if self.overlapped_s else 0.0
 
 
-class Provenance(_Sparse):
+class Provenance(Sparse):
     """What the plan was made for and by."""
 
     absent = ("reduce_dtype",)
@@ -242,7 +242,7 @@ class Recomputed(_Frozen):
     calls: tuple[str, ...]
 
 
-class Plan(_Sparse):
+class Plan(Sparse):
     """See the module docstring. ``strategies`` maps a node's name to the text of its ``Strategy``. ``recomputed`` is
     not in the file where nothing is, nor ``gradient_accumulation_steps`` where a step has one batch. Where it has more,
     what is predicted is of one batch, the mean over a step's."""

@@ -9,6 +9,9 @@
 
 Times of a step are whole microseconds since it began; a rank's clock is its own, and ``Head.began`` says when its zero
 was by the host's clock. A step is from where one forward part begins to where the next one does.
+
+Every use of the wire has a ``Scope``: all ranks of the job, or on a mesh of two axes those of one of its hosts. Ranks
+come equally often to what they do together; so ranks of different hosts come equally often to what all do, no more.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ OTHER = 0  # the number of what uses the wire and is no collective of the progra
 DOING = ("outside", "forward", "backward", "evaluation")
 HEARTBEAT_S = 1.0  # between a rank's signs of life
 Part = Literal["forward", "backward", "evaluation"]
+Scope = Literal["world", "host"]
 Whole = Annotated[int, pydantic.Field(ge=0)]
 
 
@@ -39,33 +43,41 @@ class RecordError(HapError):
 class _Line(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     tag: ClassVar[str]
+    absent: ClassVar[tuple[str, ...]] = ()  # fields of meshes of two axes, which are left out where they say nothing
 
     def line(self) -> str:
         """As it stands in the file."""
-        return json.dumps({self.tag: self.model_dump(mode="json")}, separators=(",", ":")) + "\n"
+        nothing = {name for name in self.absent if getattr(self, name) == type(self).model_fields[name].default}
+        return json.dumps({self.tag: self.model_dump(mode="json", exclude=nothing)}, separators=(",", ":")) + "\n"
 
 
 class Head(_Line):
-    """``began``: when the rank's clock was zero, in seconds of its host's clock."""
+    """``began``: when the rank's clock was zero, in seconds of its host's clock. ``mesh_host``: the number of the host
+    whose program it runs, on a mesh of two axes; ranks of one axis are all of number 0."""
 
     tag = "head"
+    absent = ("mesh_host",)
     rank: Whole
     world_size: int = pydantic.Field(ge=1)
     device: str
     host: str
     pid: int
     began: float
+    mesh_host: Whole = 0
 
 
 class CallKind(_Line):
-    """One distinct collective: ``values`` go together, of ``nbytes`` when whole."""
+    """One distinct collective: ``values`` go together, of ``nbytes`` when whole, among the ranks of ``scope``. What
+    ranks of a host use the wire for beside the program's collectives is of the kind ``OTHER_KIND``, of no bytes."""
 
     tag = "call"
+    absent = ("scope",)
     number: int = pydantic.Field(ge=1)
     kind: str
     decomposition: str
     values: int = pydantic.Field(ge=1)
     nbytes: Whole
+    scope: Scope = "world"
 
 
 class StepLine(_Line):
@@ -74,7 +86,8 @@ class StepLine(_Line):
     ``parts``: (name, begin, end). ``wire_s``: how long the rank was held up on the wire inside of the parts, and
     ``outside_wire_s`` beside them. ``calls``, in the order in which they began, None in steps that are told in short:
     number of the kind, 1 if the rank went on beside it, then when it entered the wire and left it, for a call that it
-    went on beside those two again for the wait, and where a thread of ours moved it, when that began and ended.
+    went on beside those two again for the wait, and where a thread of ours moved it, when that began and ended. A sum
+    over hosts ``IN_ROUNDS`` has two, between which ranks add up: it is told like a call and its wait.
     """
 
     tag = "step"
@@ -114,6 +127,13 @@ class ProbeLine(_Line):
     seconds: tuple[float | None, ...]
 
 
+OTHER_KIND, SUM_KIND = "other", "hosts_sum"
+IN_ROUNDS, BUNDLED = "rounds", "bundle"  # ways of sums over hosts: waited for round by round; gone on beside
+OTHERS = CallKind.model_construct(  # of all ranks; no file has it, nor may another kind have its number
+    number=OTHER, kind=OTHER_KIND, decomposition="-", values=1, nbytes=0, scope="world"
+)
+
+
 class RankRecord(NamedTuple):
     """All that one rank left. ``state`` is None where its file is missing."""
 
@@ -125,12 +145,17 @@ class RankRecord(NamedTuple):
     stack: str | None
     error: str | None
 
+    def kind_of(self, number: int) -> CallKind:
+        """That of a call. ``read_folder`` sees to it that there is one."""
+        return OTHERS if number == OTHER else self.kinds[number]
+
 
 class State(NamedTuple):
     """What a rank was doing last. ``entered``: how often it has come to the wire, a number that ranks of one program
     count alike; ``call`` is the kind of the last one, ``in_wire`` whether it is still there. ``since``: when that
     changed last, ``alive``: when its process gave the last sign of life, both by its host's clock. ``ended``: 0 not
-    yet, 1 as it should, 2 by an exception."""
+    yet, 1 as it should, 2 by an exception. ``world``: how often of these to what all ranks do together, which ranks of
+    different programs, of the hosts of a mesh of two axes, count alike, too; 0 in records that are older."""
 
     doing: int
     in_wire: int
@@ -140,6 +165,7 @@ class State(NamedTuple):
     call: int
     since: float
     alive: float
+    world: int = 0
 
     @property
     def what(self) -> str:
@@ -158,24 +184,26 @@ class State(NamedTuple):
 
 MAGIC = b"HAP1"
 STATE_BYTES = 64
-_STATE = struct.Struct("<HHHxxQQQdd")  # after the magic; ``since`` and ``alive`` are written apart, too
+_STATE = struct.Struct("<HHHxxQQQddQ")  # after the magic; its parts are written apart, too
 _ACTIVITY = struct.Struct("<HH")
 _COUNTS = struct.Struct("<QQQd")
 _ALIVE = struct.Struct("<d")
+_WORLD = struct.Struct("<Q")
 
 
 class StateWriter:
-    """Writes a state into memory that is a file's. Each method is one or two stores."""
+    """Writes a state into memory that is a file's. Each method is a few stores."""
 
     def __init__(self, memory: memoryview, now: float) -> None:
         assert len(memory) == STATE_BYTES
         self._memory = memory
         memory[:4] = MAGIC
-        _STATE.pack_into(memory, 4, 0, 0, 0, 0, 0, 0, now, now)
+        _STATE.pack_into(memory, 4, 0, 0, 0, 0, 0, 0, now, now, 0)
 
-    def now(self, doing: int, in_wire: bool, step: int, entered: int, call: int, since: float) -> None:
+    def now(self, doing: int, in_wire: bool, step: int, entered: int, call: int, since: float, world: int) -> None:
         _ACTIVITY.pack_into(self._memory, 4, doing, in_wire)
         _COUNTS.pack_into(self._memory, 12, step, entered, call, since)
+        _WORLD.pack_into(self._memory, 52, world)
 
     def alive(self, now: float) -> None:
         _ALIVE.pack_into(self._memory, 44, now)
@@ -206,6 +234,8 @@ def _read_rank(path: Path) -> RankRecord:
     kinds: dict[int, CallKind] = {}
     steps: list[StepLine] = []
     probes: list[ProbeLine] = []
+    state, stack, error = (path.with_suffix(f".{kind}") for kind in ("state", "stack", "error"))
+    last = State.read(state.read_bytes(), str(state)) if state.is_file() else None  # first: its call's kind is told of
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split(
         "\n"
     )  # a last one was cut off with its process
@@ -225,13 +255,14 @@ def _read_rank(path: Path) -> RankRecord:
     if head is None or path != rank_file(path.parent, head.rank, "jsonl"):
         raise RecordError(f"{path}: it does not say whose it is, or another rank's")
     _check(path, head, kinds, steps, probes)
-    state, stack, error = (path.with_suffix(f".{kind}") for kind in ("state", "stack", "error"))
+    if last is not None and last.call != OTHER and last.call not in kinds:
+        raise RecordError(f"{state}: a damaged state of a rank, in a call of an unknown kind")
     return RankRecord(
         head,
         kinds,
         tuple(steps),
         tuple(probes),
-        State.read(state.read_bytes(), str(state)) if state.is_file() else None,
+        last,
         stack.read_text(encoding="utf-8", errors="replace") if stack.is_file() else None,
         error.read_text(encoding="utf-8", errors="replace") if error.is_file() else None,
     )

@@ -24,7 +24,7 @@ from hap.cost_models.compute import Calls, parts_seconds
 from hap.deferral import Batches
 from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph
-from hap.hosts import DuplexSpec, HostSpec
+from hap.hosts import Device, DuplexSpec, HostSpec
 from hap.mesh_plan import BATCH, HostPart, MeshPlan, MeshPrediction, verify_mesh_plan
 from hap.placement import Placement, Shard, Sizes
 from hap.plan import GroupPlan, Plan, Strategy
@@ -231,7 +231,7 @@ class _Mesh:
             if batch == 1:
                 raise InfeasibleError(f"host {part.hosts[0].name!r} with one sample of the batch: {e}") from None
             return None
-        return plan, _sums_s(graph, plan, part)
+        return plan, seconds_of_sums(graph, plan, part.devices[0])
 
     def _assemble(self, dealt: _Dealt) -> MeshPlan:
         plans = list(dict.fromkeys(id(p) for p in dealt.plans))
@@ -297,8 +297,7 @@ def _taken_over(known: Iterable[tuple[Plan, float] | None], graph: Graph) -> tup
     return None
 
 
-def _sums_s(graph: Graph, plan: Plan, part: ClusterSpec) -> float:
-    """Seconds of the sums over hosts in one host's step."""
-    device = part.devices[0]
+def seconds_of_sums(graph: Graph, plan: Plan, device: Device) -> float:
+    """What sums over hosts take of one host's step, as they are in the compute that its plan predicts for a device."""
     calls = Calls(graph, Batches.of(graph, plan.gradient_accumulation_steps))
     return sum(parts_seconds(calls.parts(n.name, plan.strategy(n.name)), 1.0, device) for n in summed(graph))

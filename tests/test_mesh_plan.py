@@ -17,7 +17,16 @@ from hap import plan_file
 from hap.capture import capture
 from hap.errors import PlanError
 from hap.graph import Graph
-from hap.mesh_plan import BATCH, HostPart, MeshPlan, MeshPrediction, load_plan, parse_plan, verify_mesh_plan
+from hap.mesh_plan import (
+    BATCH,
+    HostPart,
+    MeshExplanation,
+    MeshPlan,
+    MeshPrediction,
+    load_plan,
+    parse_plan,
+    verify_mesh_plan,
+)
 from hap.placement import Shard
 from hap.plan import GroupPlan, Plan
 from tests._support.mesh import make_mesh
@@ -72,6 +81,15 @@ def test_what_was_not_predicted_comes_back_as_nothing() -> None:
     told = MeshPrediction(step_s=2.0, overlapped_s=1.5, sums_s=0.25, arithmetic_s=0.5, lower_bound_s=1.0)
     again = parse_plan(changed(predicted=told).to_json())
     assert again.predicted == told and again.predicted.as_run_s == 1.5 and again.predicted.gap == 0.5
+
+
+def test_what_explains_a_plan_is_in_its_file_where_there_is_some() -> None:
+    assert mesh().explanation is None and "explanation" not in json.loads(mesh().to_json())
+    told = MeshExplanation(cluster={"name": "lab"}, sums_s=(0.25,) * 6)
+    again = parse_plan(changed(explanation=told).to_json())
+    assert isinstance(again, MeshPlan) and again.explanation == told
+    short = told.model_copy(update={"sums_s": (0.25,) * 5})
+    assert refusal(changed(explanation=short)) == "5 sums over hosts for 6 ranks"
 
 
 def test_ranks_are_numbered_through_the_hosts() -> None:

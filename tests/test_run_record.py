@@ -50,19 +50,20 @@ def test_a_line_cut_off_with_its_process_is_left_out(tmp_path: Path) -> None:
     wire=st.booleans(),
     ended=st.integers(0, 2),
     counts=st.tuples(*[st.integers(0, 2**63)] * 3),
+    world=st.integers(0, 2**63),
     since=st.floats(0, 4e9),
     alive=st.floats(0, 4e9),
 )
 def test_a_state_is_what_was_written_last(
-    doing: int, wire: bool, ended: int, counts: tuple[int, int, int], since: float, alive: float
+    doing: int, wire: bool, ended: int, counts: tuple[int, int, int], world: int, since: float, alive: float
 ) -> None:
     memory = bytearray(STATE_BYTES)
     writer = StateWriter(memoryview(memory), 5.0)
     assert State.read(bytes(memory), "x") == State(0, 0, 0, 0, 0, 0, 5.0, 5.0)
-    writer.now(doing, wire, *counts, since)
+    writer.now(doing, wire, *counts, since, world)
     writer.alive(alive)
     writer.ended(ended)
-    assert State.read(bytes(memory), "x") == State(doing, int(wire), ended, *counts, since, alive)
+    assert State.read(bytes(memory), "x") == State(doing, int(wire), ended, *counts, since, alive, world)
 
 
 def test_a_folder_without_records_says_how_to_make_some(tmp_path: Path) -> None:

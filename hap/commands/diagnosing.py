@@ -68,9 +68,8 @@ def _write_cluster(found: Diagnosis, out: Path) -> list[str]:
     """What was changed, in words."""
     from hap.diagnosis.mended import as_found
     from hap.errors import PlanError
-    from hap.report.facts import Facts
 
-    cluster = None if found.run.plan is None else Facts(found.run.plan).cluster
+    cluster = None if found.run.expected is None else found.run.expected.cluster
     if cluster is None:
         raise PlanError("the cluster as found needs the run's plan, which describes the cluster; name it by --plan")
     mended, said = as_found(cluster, found.findings)

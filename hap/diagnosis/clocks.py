@@ -7,6 +7,12 @@ added to rank r's to get rank 0's) each such call says
 
 and many calls leave little between the two ends: hosts' clocks that say something else are off. On one host there is
 one clock.
+
+Between hosts of a mesh of two axes there are sums over hosts instead. What a rank gets of one it cannot have before
+some rank of every host has entered it, and of every host some rank gets something. So there the same is said of two
+hosts ``A``, which has rank 0, and ``B``, each with one clock for its ranks:
+
+    min over A of entered - max over B of left  <=  o[B]  <=  max over A of left - min over B of entered
 """
 
 from __future__ import annotations
@@ -15,7 +21,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hap.diagnosis.run import Run
-from hap.run_record import OTHER, StepLine
+from hap.diagnosis.waits import calls_of
+from hap.run_record import OTHER_KIND, SUM_KIND, StepLine
 
 
 class Offset(NamedTuple):
@@ -28,33 +35,47 @@ class Offset(NamedTuple):
 
 def offsets(run: Run, rows: Sequence[int]) -> tuple[Offset, ...]:
     """By rank, from the steps of those rows."""
-    own = run.ranks[0].head
-    found = [Offset(0.0, 0.0)]
-    for rank in range(1, run.world_size):
-        head = run.ranks[rank].head
-        by_hosts = head.began - own.began
-        if head.host == own.host:
+    own, found = run.ranks[0].head, []
+    for rank, record in enumerate(run.ranks):
+        by_hosts = record.head.began - own.began
+        if record.head.host == own.host:
             found.append(Offset(by_hosts, 0.0))
             continue
-        bounds = [_bounds(run, run.steps[row][0], run.steps[row][rank]) for row in rows]
-        lows = [low for step in bounds for low, _ in step]
-        highs = [high for step in bounds for _, high in step]
-        if lows:
-            low, high = max(lows), min(highs)
+        bounds = [bound for row in rows for bound in _bounds(run, run.steps[row], rank)]
+        if bounds:
+            low, high = max(low for low, _ in bounds), min(high for _, high in bounds)
             found.append(Offset(min(max(by_hosts, low), high), abs(high - low) / 2))
         else:
             found.append(Offset(by_hosts, None))
     return tuple(found)
 
 
-def _bounds(run: Run, first: StepLine, other: StepLine) -> list[tuple[float, float]]:
-    """(least, most) that each sum of the step allows."""
-    found = []
-    for mine, theirs in zip(first.calls or (), other.calls or (), strict=False):
-        is_sum = mine[0] == OTHER or run.ranks[0].kinds[mine[0]].kind == "all_reduce"
-        if is_sum and min(len(mine), len(theirs)) >= (6 if mine[1] else 4):
-            left = 5 if mine[1] else 3
-            entered_0, left_0 = first.at_s + mine[2] / 1e6, first.at_s + mine[left] / 1e6
-            entered_r, left_r = other.at_s + theirs[2] / 1e6, other.at_s + theirs[left] / 1e6
-            found.append((entered_0 - left_r, left_0 - entered_r))
+def _bounds(run: Run, lines: Sequence[StepLine], rank: int) -> list[tuple[float, float]]:
+    """(least, most) that each sum of the step allows. None of a host of a mesh whose ranks have several clocks."""
+    own, theirs = (next(host for host in run.hosts if r in host) for r in (0, rank))
+    if own == theirs:
+        first, other = (_sums(run, lines, (r,), r, across=False) for r in (0, rank))
+    elif all(len({run.ranks[r].head.host for r in host}) == 1 for host in (own, theirs)):
+        first, other = _sums(run, lines, own, 0, across=True), _sums(run, lines, theirs, rank, across=True)
+    else:
+        return []
+    both = [(first[number], other[number]) for number in first if number in other]
+    return [(entered - left_there, left - entered_there) for (entered, left), (entered_there, left_there) in both]
+
+
+def _sums(
+    run: Run, lines: Sequence[StepLine], ranks: tuple[int, ...], clock: int, *, across: bool
+) -> dict[int, tuple[float, float]]:
+    """By number of the call, when the first of these ranks entered and the last one left it, by the clock of rank
+    ``clock``: sums of all ranks of their host, or ``across`` hosts, which are numbered by themselves."""
+    found = {}
+    zeros = [lines[r].at_s + (run.ranks[r].head.began - run.ranks[clock].head.began) for r in ranks]
+    told = [calls_of(run.ranks[r], lines[r], "world") if across else lines[r].calls or () for r in ranks]
+    for number, calls in enumerate(zip(*told, strict=False)):
+        kind = run.ranks[ranks[0]].kind_of(calls[0][0])
+        is_sum = kind.kind in ("all_reduce", OTHER_KIND) or (across and kind.kind == SUM_KIND and kind.nbytes > 0)
+        if is_sum and all(len(call) >= (6 if call[1] else 4) for call in calls):
+            entered = min(zero + call[2] / 1e6 for zero, call in zip(zeros, calls, strict=True))
+            left = max(zero + call[5 if call[1] else 3] / 1e6 for zero, call in zip(zeros, calls, strict=True))
+            found[number] = entered, left
     return found

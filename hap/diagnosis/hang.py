@@ -5,16 +5,24 @@ often than others are the ones that the others wait for (a *non-communication ha
 never ends); if all stand in the same call, the call itself does not end (a *communication hang*); if their calls are
 not alike, they do not run the same program (a *desync*). How long they stand is counted up to the last sign of life, so
 that the records of a job that hung and was ended an hour ago say the same as they did then.
+
+On a mesh of two axes each host has a program of its own. There ranks are first put beside each other by how often they
+have come to what all ranks do, above all the sums over hosts. Of those that are behind (of all, if none is) some may
+stand elsewhere than in such a sum: then the rule is asked of the ranks of their hosts, each host by itself, by all that
+these do. A sum that ranks go on beside counts when it begins, and again when it is waited for: so who is ahead may have
+begun more and wait for nobody, but whoever waits for a rank that stands still has come further than that.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hap.diagnosis.finding import Finding
 from hap.diagnosis.run import Run
-from hap.run_record import HEARTBEAT_S, OTHER, State
+from hap.run_record import HEARTBEAT_S, OTHER_KIND, State
 
 SILENT = 5 * HEARTBEAT_S  # without a sign of life, while others give some
 LEAST_S = 10.0  # nothing that moves within it hangs
@@ -43,7 +51,7 @@ def find_hang(run: Run, clock: float | None = None) -> tuple[Finding, ...]:
     longest = max((line.seconds for record in run.ranks for line in record.steps), default=0.0)
     patience = max(LEAST_S, STEPS * longest)
     if all(now - state.since > patience for state in open_.values()):
-        return (_hang(run, open_, now),)
+        return _hang(run, open_, now)
     return (_ended(run, open_, now),) if clock - now > SILENT else ()
 
 
@@ -75,9 +83,7 @@ def _lost(run: Run, silent: tuple[int, ...], states: dict[int, State], now: floa
 
 def _ended(run: Run, states: dict[int, State], now: float) -> Finding:
     """Of processes that all went at once, as when one dies and its launcher ends the others."""
-    where = {rank: (state.entered, state.in_wire) for rank, state in states.items()}
-    behind = tuple(rank for rank in states if where[rank] < max(where.values()) and not states[rank].in_wire)
-    suspects = behind if len(behind) < len(states) else ()
+    suspects = _never_come(_groups(run, states))
     stood_s = max((now - states[rank].since for rank in states if rank not in suspects), default=0.0)
     waited = (
         f"; {_names(run, suspects)} had not come to what others had been in for {stood_s:.1f} s" if suspects else ""
@@ -91,25 +97,92 @@ def _ended(run: Run, states: dict[int, State], now: float) -> Finding:
     )
 
 
-def _hang(run: Run, states: dict[int, State], now: float) -> Finding:
+@dataclass(frozen=True)
+class _Group:
+    """Ranks beside each other: how often each has come to the wire, and whether it is in it. ``awaited``: whether ranks
+    of other groups wait for these."""
+
+    places: dict[int, tuple[int, int]]
+    awaited: bool = False
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(self.places)
+
+    @property
+    def behind(self) -> tuple[int, ...]:
+        furthest = max(self.places.values())
+        return tuple(rank for rank, place in self.places.items() if place < furthest)
+
+    @property
+    def never_come(self) -> tuple[int, ...]:
+        """Those that others wait for, and that are not in the wire."""
+        late = self.behind or (self.ranks if self.awaited else ())
+        return tuple(rank for rank in late if not self.places[rank][1])
+
+    @property
+    def waits(self) -> bool:
+        return any(in_wire for _, in_wire in self.places.values())
+
+
+def _groups(run: Run, states: dict[int, State]) -> tuple[_Group, ...]:
+    """The groups in which somebody keeps the job from going on: see the module docstring."""
+
+    def inside(ranks: Iterable[int], awaited: bool) -> _Group:
+        return _Group({r: (states[r].entered, states[r].in_wire) for r in ranks if r in states}, awaited)
+
+    if len(run.hosts) == 1:
+        return (inside(states, awaited=False),)
+    in_world = {
+        rank: state.in_wire and run.ranks[rank].kind_of(state.call).scope == "world" for rank, state in states.items()
+    }
+    world = _Group({rank: (state.world, int(in_world[rank])) for rank, state in states.items()})
+    elsewhere = {rank for rank in world.behind or world.ranks if not in_world[rank]}
+    if not elsewhere:
+        return (world,)
+    return tuple(inside(host, bool(world.behind)) for host in run.hosts if elsewhere.intersection(host))
+
+
+def _never_come(groups: tuple[_Group, ...]) -> tuple[int, ...]:
+    return tuple(sorted(rank for group in groups for rank in group.never_come))
+
+
+def _hang(run: Run, states: dict[int, State], now: float) -> tuple[Finding, ...]:
     stood_s = min(now - state.since for state in states.values())
-    where = {rank: (state.entered, state.in_wire) for rank, state in states.items()}
-    furthest = max(where.values())
-    behind = tuple(rank for rank in states if where[rank] < furthest)
+    groups = _groups(run, states)
     told = tuple(f"{run.name(rank)}: {_doing(run, rank, state)}" for rank, state in states.items())
-    computing = tuple(rank for rank in behind if not states[rank].in_wire)
-    if computing:
+    if computing := _never_come(groups):
         first = states[computing[0]]
         at = "between two steps" if first.what == "outside" else f"in the {first.what} part of step {first.step}"
-        return Finding(
-            "non-communication hang",
-            computing,
-            f"{_names(run, computing)} stands {at} and never comes to what the others wait in, since {stood_s:.0f} s",
-            (*told, *_stacks(run, computing)),
-            "its stacks say where it stands (rank-*.stack, written after a minute); if they name its data, look there",
+        return (
+            Finding(
+                "non-communication hang",
+                computing,
+                f"{_names(run, computing)} stands {at} and never comes to what the others wait in, since "
+                f"{stood_s:.0f} s",
+                (*told, *_stacks(run, computing)),
+                "its stacks say where it stands (rank-*.stack, written after a minute); if they name its data, look "
+                "there",
+            ),
         )
+    if waiting := [group for group in groups if group.waits]:
+        return tuple(_stuck(run, group, states, stood_s, told) for group in waiting)
+    return (
+        Finding(
+            "non-communication hang",
+            tuple(states),
+            f"no rank has come to a collective for {stood_s:.0f} s",
+            (*told, *_stacks(run, tuple(states))),
+            "all of them wait for something that is no rank: a file system, a data service, a debugger",
+        ),
+    )
+
+
+def _stuck(run: Run, group: _Group, states: dict[int, State], stood_s: float, told: tuple[str, ...]) -> Finding:
+    """Of ranks that are all in the wire, or have left what others of them are in."""
+    behind = group.behind
     if behind:
-        ahead = tuple(rank for rank in states if rank not in behind)
+        ahead = tuple(rank for rank in group.ranks if rank not in behind)
         sends = len(ahead) < len(behind)
         suspects, others = (ahead, behind) if sends else (behind, ahead)
         summary = (
@@ -125,8 +198,8 @@ def _hang(run: Run, states: dict[int, State], now: float) -> Finding:
             f"what {'it sent' if sends else 'it is to receive'} does not come through: look at its links, above all to "
             f"{_names(run, others)}",
         )
-    calls = {rank: run.call_name(rank, state.call) for rank, state in states.items()}
-    if furthest[1] and len(set(calls.values())) > 1:
+    calls = {rank: run.call_name(rank, states[rank].call) for rank in group.ranks}
+    if len(set(calls.values())) > 1:
         return Finding(
             "desync",
             _minority(calls),
@@ -134,28 +207,22 @@ def _hang(run: Run, states: dict[int, State], now: float) -> Finding:
             told,
             "they do not run the same program: look for a branch on the rank around a step, clipping or evaluation",
         )
-    if furthest[1]:
-        return Finding(
-            "communication hang",
-            tuple(states),
-            f"all ranks are in {calls[min(states)]} of step {states[min(states)].step} and it does not end, since "
-            f"{stood_s:.0f} s",
-            told,
-            "no rank is missing, so a link is: hap profile on these hosts times each pair",
-        )
+    first = min(group.ranks)
+    who = "all ranks" if len(group.ranks) == len(states) else f"{_names(run, group.ranks)}, all of a host,"
     return Finding(
-        "non-communication hang",
-        tuple(states),
-        f"no rank has come to a collective for {stood_s:.0f} s",
-        (*told, *_stacks(run, tuple(states))),
-        "all of them wait for something that is no rank: a file system, a data service, a debugger",
+        "communication hang",
+        group.ranks,
+        f"{who} are in {calls[first]} of step {states[first].step} and it does not end, since {stood_s:.0f} s",
+        told,
+        "no rank is missing, so a link is: hap profile on these hosts times each pair",
     )
 
 
 def _doing(run: Run, rank: int, state: State) -> str:
     """What a rank was doing last, in words."""
     if state.in_wire:
-        number = "" if state.call == OTHER else f", number {state.entered} since it began"
+        is_other = run.ranks[rank].kind_of(state.call).kind == OTHER_KIND
+        number = "" if is_other else f", number {state.entered} since it began"
         return f"in {run.call_name(rank, state.call)} of step {state.step}{number}"
     if state.what == "outside":
         return f"outside of the program after step {state.step}"

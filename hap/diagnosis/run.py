@@ -9,38 +9,15 @@ from pathlib import Path
 
 import numpy as np
 
+from hap.diagnosis.expected import Expected
+from hap.diagnosis.waits import Waits, find_waits
 from hap.errors import PlanError
 from hap.fabric import Array
+from hap.mesh_plan import MeshPlan, load_plan
 from hap.plan import Plan
-from hap.run_record import OTHER, PLAN, ProbeLine, RankRecord, RecordError, StepLine, read_folder
+from hap.run_record import OTHER_KIND, PLAN, ProbeLine, RankRecord, RecordError, StepLine, read_folder
 
 WARM_UP = 3  # steps that are left out where there are at least three times as many
-Call = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Waits:
-    """What ranks waited for in one step. ``seconds`` (K, N): how long each rank was held up by each of its uses of the
-    wire, in order."""
-
-    seconds: Array
-
-    @property
-    def shared_s(self) -> Array:
-        """(K,): how long all ranks waited at once. What a rank waits beyond that, it waits for other ranks: the last
-        one to come waits for the wire alone. Clocks of different hosts play no part."""
-        least: Array = self.seconds.min(axis=1)
-        return least
-
-    @property
-    def waited_for_s(self) -> Array:
-        """(N,): by how much the calls would have been over earlier if this rank had come no later to them than the
-        last of the others."""
-        found = np.zeros(self.seconds.shape[1])
-        if self.seconds.shape[1] > 1:
-            ordered = np.sort(self.seconds, axis=1)
-            np.add.at(found, self.seconds.argmin(axis=1), ordered[:, 1] - ordered[:, 0])
-        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +25,19 @@ class Run:
     """``plan`` is None where none was found: then nothing is compared with a prediction."""
 
     ranks: tuple[RankRecord, ...]
-    plan: Plan | None
+    plan: Plan | MeshPlan | None
+
+    @cached_property
+    def expected(self) -> Expected | None:
+        """What the plan says of such a run. PlanError if the plan describes a cluster of other devices."""
+        return None if self.plan is None else Expected.of(self.plan)
+
+    @cached_property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that run one program: all of them, or on a mesh of two axes those of each host."""
+        numbers = sorted({record.head.mesh_host for record in self.ranks})
+        of_each = (tuple(r for r, record in enumerate(self.ranks) if record.head.mesh_host == n) for n in numbers)
+        return tuple(of_each)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -106,31 +95,21 @@ class Run:
         """Row of a step -> its waits, where all ranks told of each call."""
         found = {}
         for row, lines in enumerate(self.steps):
-            if (made := self._waits(lines)) is not None:
+            if (made := find_waits(self.ranks, lines, self.hosts)) is not None:
                 found[row] = made
         return found
 
     @cached_property
     def shared_s(self) -> dict[int, float]:
-        """Row of a step -> how long all ranks waited at once, call by call: for the wire, whoever came late."""
-        return {row: float(found.shared_s.sum()) for row, found in self.waits.items()}
-
-    def _waits(self, lines: Sequence[StepLine]) -> Waits | None:
-        told = [line.calls for line in lines if line.calls is not None]
-        if len(told) < self.world_size:
-            return None
-        if len({len(calls) for calls in told}) > 1:
-            raise RecordError(
-                f"step {lines[0].step}: ranks have come to the wire unequally often, so it was no one step"
-            )
-        seconds = [[_held_up_s(call) for call in calls] for calls in told]
-        return Waits(np.array(seconds).T.reshape(-1, len(told)))
+        """Row of a step -> how long all ranks waited at once, call by call: for the wire, whoever came late. On a mesh
+        of two axes with the ranks of the host that did so longest for what is its own (``Waits.shared_s``)."""
+        return {row: found.shared_s for row, found in self.waits.items()}
 
     def call_name(self, rank: int, number: int) -> str:
         """In words, of a kind of call of a rank."""
-        if number == OTHER:
+        kind = self.ranks[rank].kind_of(number)
+        if kind.kind == OTHER_KIND:
             return "a small exchange beside the program's collectives"
-        kind = self.ranks[rank].kinds[number]
         values = "" if kind.values == 1 else f"{kind.values} values, "
         return f"{kind.kind} by {kind.decomposition} ({values}{kind.nbytes / 1e3:,.0f} kB)"
 
@@ -147,17 +126,14 @@ class Run:
         return tuple(found)
 
 
-def _held_up_s(call: Call) -> float:
-    """Of a call as it stands in the file; what was not waited for yet held nobody up."""
-    marks = call[2:]
-    return (marks[1] - marks[0] + (marks[3] - marks[2] if len(marks) >= 4 else 0)) / 1e6
-
-
 def load_run(folder: Path, plan: Path | None = None) -> Run:
     """The records, beside the plan in their folder or another one. RecordError or PlanError, one line."""
     ranks = read_folder(folder)
     path = folder / PLAN if plan is None else plan
-    found = Plan.load(path) if plan is not None or path.is_file() else None
-    if found is not None and found.world_size != len(ranks):
-        raise PlanError(f"{path}: a plan for {found.world_size} ranks, and the records are of {len(ranks)}")
-    return Run(ranks, found)
+    run = Run(ranks, load_plan(path) if plan is not None or path.is_file() else None)
+    if run.plan is not None and run.plan.world_size != len(ranks):
+        raise PlanError(f"{path}: a plan for {run.plan.world_size} ranks, and the records are of {len(ranks)}")
+    recorded = tuple(map(len, run.hosts))
+    if run.expected is not None and run.expected.hosts != recorded:
+        raise PlanError(f"{path}: a plan for hosts of {run.expected.hosts} ranks, and the records are of {recorded}")
+    return run

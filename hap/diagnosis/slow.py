@@ -38,7 +38,7 @@ class Slow:
     step_s: float
     compute_s: Array
     outside_s: Array
-    wire_s: float  # that all ranks waited at once: for the wire alone
+    wire_s: float  # that all ranks waited at once, and those of one host: for the wire alone
     waited_for_s: Array
     ratio: Array
     compute_ratio: Array
@@ -60,7 +60,8 @@ class Slow:
         told = [w.waited_for_s for row, w in run.waits.items() if row in rows]
         shared = [seconds for row, seconds in run.shared_s.items() if row in rows]
         compute, outside = (np.median(table[window], axis=0) for table in (run.compute_s, run.outside_s))
-        predicted = np.full(run.world_size, np.nan) if run.plan is None else np.array(run.plan.predicted.compute_s)
+        planned = None if run.expected is None else run.expected.compute_s
+        predicted = np.full(run.world_size, np.nan) if planned is None else np.array(planned)
         ratios = [
             np.divide(own, predicted, out=np.full_like(own, np.nan), where=predicted > 0)
             for own in (compute + outside, compute)
@@ -120,8 +121,8 @@ def find_slow(slow: Slow) -> tuple[Finding, ...]:
 
 def _by_kind(slow: Slow, off: list[Finding]) -> list[Finding]:
     """Where nothing was measured and all devices of a kind are off, the description of that kind is."""
-    plan = slow.run.plan
-    if plan is None or plan.provenance.profile_fingerprint is not None:
+    expected = slow.run.expected
+    if expected is None or expected.is_measured:
         return off
     kinds = [device.rpartition("/")[2].partition("#")[0] for device in slow.run.devices]
     found, slower = list(off), [f for f in off if f.syndrome == "compute straggler"]
@@ -179,9 +180,9 @@ def _off_plan(slow: Slow, rank: int) -> Finding | None:
     """Whether the rank takes longer than planned, by more than the others do, and they are known to wait for it."""
     if not slow.ratio[rank] >= SLOWER * slow.usual or not slow.waited_for_s[rank] >= MATTERS * slow.step_s:
         return None
-    assert slow.run.plan is not None
-    predicted = slow.run.plan.predicted.compute_s[rank]
-    excess = float(slow.compute_s[rank] + slow.outside_s[rank]) - slow.usual * predicted
+    expected = slow.run.expected
+    assert expected is not None and expected.compute_s is not None
+    excess = float(slow.compute_s[rank] + slow.outside_s[rank]) - slow.usual * expected.compute_s[rank]
     inside = bool(slow.compute_ratio[rank] >= SLOWER * slow.usual_compute)
     factor: float | None
     if inside:
@@ -231,7 +232,7 @@ def _wire(slow: Slow) -> tuple[Finding, ...]:
             since = run.numbers[rows[change.at]]
             said = f"{in_words(after)} of each step, {in_words(before)} before step {since}"
             return (_slow_wire(said, change.factor, after - before, since),)
-    planned_s = planned_wire_s(run)
+    planned_s = None if run.expected is None else run.expected.wire_s
     if planned_s is None or not slow.wire_s - planned_s >= max(MATTERS, SLOWER - 1) * slow.step_s:
         return ()
     said = f"{in_words(slow.wire_s)} of each step, where the plan says {in_words(planned_s)}"
@@ -249,11 +250,3 @@ def _slow_wire(said: str, factor: float | None, lost_s: float, since: int | None
         lost_s=lost_s,
         since_step=since,
     )
-
-
-def planned_wire_s(run: Run) -> float | None:
-    """How long the plan expects its busiest rank to be held up by the wire; None where it does not tell."""
-    if run.plan is None or run.plan.explanation is None or (played := run.plan.explanation.as_run) is None:
-        return None
-    busy = [sum(row[1::2]) - sum(row[::2]) for row in played.busy_s]
-    return max(0.0, played.step_s - max(busy, default=0.0))

@@ -11,7 +11,7 @@ from typing import Any
 
 from hap.diagnosis.clocks import Offset, offsets
 from hap.diagnosis.run import Run
-from hap.run_record import RecordError, StepLine
+from hap.run_record import IN_ROUNDS, RecordError, StepLine
 
 STEPS = 3  # the last ones
 _THREADS = ("program", "waits", "moves beside it")
@@ -50,7 +50,7 @@ def _step(run: Run, rank: int, line: StepLine, at_s: float) -> Iterator[dict[str
         yield event(0, part, begin, end)
     for call in line.calls or ():
         name, marks = run.call_name(rank, call[0]), call[2:]
-        if not call[1]:
+        if not call[1] or run.ranks[rank].kind_of(call[0]).decomposition == IN_ROUNDS:
             yield event(1, name, marks[0], marks[1])
         if len(marks) >= 4:
             yield event(1, f"waits for {name}", marks[2], marks[3])

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from hap.diagnosis.run import Run
+from hap.diagnosis.waits import Meeting
 from hap.report.words import quantity, table
 from hap.report.words import seconds as in_words
-from hap.run_record import OTHER, RecordError, StepLine
+from hap.run_record import OTHER_KIND, RecordError, StepLine
 
 EDGES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)  # bytes: the classes of size
 CLASSES = ("< 4 KiB", "< 64 KiB", "< 1 MiB", "< 16 MiB", "more")
@@ -20,8 +21,9 @@ CLASSES = ("< 4 KiB", "< 64 KiB", "< 1 MiB", "< 16 MiB", "more")
 
 @dataclass
 class Row:
-    """One kind of collective in one way, of one step. ``sizes``: how many calls of each class of size; ``held_up_s``:
-    the mean over ranks; ``shared_s``: what all ranks wait at once."""
+    """One kind of collective in one way, of one step, on all hosts of a mesh. ``sizes``: how many calls of each class
+    of size; ``held_up_s``: the mean over ranks; ``shared_s``: what all ranks wait at once, and what those of a host do
+    for calls of their own, on the host where that is longest."""
 
     kind: str
     decomposition: str
@@ -73,20 +75,31 @@ def find_traffic(run: Run) -> Traffic:
         raise RecordError("no step was told call by call; record with a smaller every=")
     last = max(run.waits)
     lines, waits = run.steps[last], run.waits[last]
-    kinds = run.ranks[0].kinds
     rows: dict[tuple[str, str], Row] = {}
-    seconds = zip(waits.seconds.mean(axis=1).tolist(), waits.shared_s.tolist(), strict=True)
-    for call, (held_up, shared) in zip(lines[0].calls or (), seconds, strict=True):
-        kind = None if call[0] == OTHER else kinds[call[0]]
-        key = ("other", "-") if kind is None else (kind.kind, kind.decomposition)
+    for meeting in waits.hosts:
+        for key, shared_s in _count(run, meeting, rows).items():
+            rows[key].shared_s = max(rows[key].shared_s, shared_s)
+    for key, shared_s in _count(run, waits.world, rows).items():
+        rows[key].shared_s += shared_s
+    ordered = tuple(sorted(rows.values(), key=lambda row: -row.held_up_s))
+    return Traffic(lines[0].step, lines[0].seconds, ordered, _under_way(lines[0]))
+
+
+def _count(run: Run, meeting: Meeting, rows: dict[tuple[str, str], Row]) -> dict[tuple[str, str], float]:
+    """Add the meeting's calls to the rows, but for what its ranks waited at once, which comes back by row."""
+    shared: dict[tuple[str, str], float] = {}
+    seconds = zip((meeting.seconds.sum(axis=1) / run.world_size).tolist(), meeting.shared_s.tolist(), strict=True)
+    for number, (held_up_s, shared_s) in zip(meeting.calls, seconds, strict=True):
+        kind = run.ranks[meeting.ranks[0]].kind_of(number)
+        key = (kind.kind, kind.decomposition)
         row = rows.setdefault(key, Row(*key))
-        row.calls, row.held_up_s, row.shared_s = row.calls + 1, row.held_up_s + held_up, row.shared_s + shared
-        if kind is not None:
+        row.calls, row.held_up_s = row.calls + 1, row.held_up_s + held_up_s
+        shared[key] = shared.get(key, 0.0) + shared_s
+        if kind.kind != OTHER_KIND:
             row.values, row.nbytes = row.values + kind.values, row.nbytes + kind.nbytes
             name = CLASSES[int(np.searchsorted(EDGES, kind.nbytes, side="right"))]
             row.sizes[name] = row.sizes.get(name, 0) + 1
-    ordered = tuple(sorted(rows.values(), key=lambda row: -row.held_up_s))
-    return Traffic(lines[0].step, lines[0].seconds, ordered, _under_way(lines[0]))
+    return shared
 
 
 def _under_way(line: StepLine) -> float:

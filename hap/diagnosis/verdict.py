@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hap.cluster import ClusterSpec
 from hap.diagnosis.finding import Finding
 from hap.diagnosis.hang import find_hang
 from hap.diagnosis.links import find_slow_links
 from hap.diagnosis.run import Run
 from hap.diagnosis.slow import SLOWER, Slow, find_slow
-from hap.report.facts import Facts
 from hap.report.words import seconds as in_words
 from hap.report.words import table
 
@@ -45,7 +43,7 @@ class Diagnosis:
             "findings": [finding.to_json() for finding in self.findings],
             "steps": len(self.run.steps),
             "step_s": None if self.slow is None else self.slow.step_s,
-            "predicted_step_s": None if self.run.plan is None else self.run.plan.predicted.as_run_s,
+            "predicted_step_s": None if self.run.expected is None else self.run.expected.step_s,
             "ranks": [] if self.slow is None else _rows(self.slow),
         }
 
@@ -56,8 +54,7 @@ def diagnose(run: Run) -> Diagnosis:
     slow = Slow.of(run) if len(run.steps) >= FEW_STEPS else None
     found = [*hang]
     if not hang:
-        cluster: ClusterSpec | None = None if run.plan is None else Facts(run.plan).cluster
-        links = find_slow_links(run, cluster)
+        links = find_slow_links(run, None if run.expected is None else run.expected.cluster)
         found += [] if slow is None else _with_causes(find_slow(slow), links)
         found += links
         found += [] if slow is None else _everywhere(slow, found)
@@ -71,23 +68,21 @@ def _with_causes(slow: tuple[Finding, ...], links: tuple[Finding, ...]) -> list[
 
 def _everywhere(slow: Slow, found: list[Finding]) -> list[Finding]:
     """A step that takes longer than planned, where nothing that was found says why."""
-    plan = slow.run.plan
-    if plan is None or found or slow.step_s < SLOWER * plan.predicted.as_run_s:
+    expected = slow.run.expected
+    if expected is None or found or slow.step_s < SLOWER * expected.step_s:
         return []
-    predicted_s = plan.predicted.as_run_s
     off = "" if np.isnan(slow.usual) else f"; ranks take {slow.usual:.2f} times what the plan says by themselves"
-    measured = plan.provenance.profile_fingerprint is not None
     return [
         Finding(
             "slower than planned",
             (),
-            f"a step takes {in_words(slow.step_s)}, and {in_words(predicted_s)} were predicted{off}",
+            f"a step takes {in_words(slow.step_s)}, and {in_words(expected.step_s)} were predicted{off}",
             (),
             "measure the cluster again (hap profile), and plan with that"
-            if measured
+            if expected.is_measured
             else "the plan rests on the catalogue: hap profile measures this cluster, hap plan --profile plans with it",
-            factor=slow.step_s / predicted_s,
-            lost_s=slow.step_s - predicted_s,
+            factor=slow.step_s / expected.step_s,
+            lost_s=slow.step_s - expected.step_s,
         )
     ]
 
@@ -120,9 +115,9 @@ def told(diagnosis: Diagnosis) -> str:
 
 
 def _table(slow: Slow) -> list[str]:
-    plan = slow.run.plan
+    expected = slow.run.expected
     steps = slow.run.numbers[slow.window]
-    predicted = "" if plan is None else f", predicted {in_words(plan.predicted.as_run_s)}"
+    predicted = "" if expected is None else f", predicted {in_words(expected.step_s)}"
     wire = f"all wait for the wire {in_words(slow.wire_s)}"
     if np.isnan(slow.wire_s):
         wire = "who is waited for is not known, as none of them was told call by call"

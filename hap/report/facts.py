@@ -70,17 +70,7 @@ class Facts:
     @cached_property
     def cluster(self) -> ClusterSpec | None:
         """The cluster that the plan describes; None in plans of version 1."""
-        if self.told is None:
-            return None
-        try:
-            found = ClusterSpec.model_validate(self.told.cluster)
-        except ValueError as e:
-            raise PlanError(f"the plan describes no cluster ({str(e).splitlines()[0]}); plan again") from None
-        if found.world_size != self.plan.world_size:
-            raise PlanError(
-                f"the plan describes {found.world_size} devices for {self.plan.world_size} ranks; plan again"
-            )
-        return found
+        return None if self.told is None else described(self.told.cluster, self.plan.world_size)
 
     @property
     def batch(self) -> int | None:
@@ -160,6 +150,17 @@ class Facts:
             "layers": [asdict(row) for row in self.layers],
             "helps": [h.model_dump() for h in self.told.helps] if self.told else [],
         }
+
+
+def described(body: Mapping[str, Any], ranks: int) -> ClusterSpec:
+    """The cluster of a plan's explanation. PlanError if it is none, or of another number of devices than ranks."""
+    try:
+        found = ClusterSpec.model_validate(body)
+    except ValueError as e:
+        raise PlanError(f"the plan describes no cluster ({str(e).splitlines()[0]}); plan again") from None
+    if found.world_size != ranks:
+        raise PlanError(f"the plan describes {found.world_size} devices for {ranks} ranks; plan again")
+    return found
 
 
 def _rest(row: LayerRow) -> tuple[float, float, float, int, Mapping[str, int]]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -42,7 +42,7 @@ from hap.runtime.leaving import pause_at_exit
 from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices, transfer
 
 if TYPE_CHECKING:
-    from hap.run_record import Part
+    from hap.run_record import Part, Scope
     from hap.runtime.record import Entry, Recorder
 
 T = TypeVar("T")
@@ -72,14 +72,26 @@ class Pace(Protocol):
     def resume(self) -> None: ...
 
 
+@dataclass(eq=False)
+class Observers:
+    """Who is told of uses of the wire: the same for all of a rank's communicators that talk for one program, whenever
+    they were made."""
+
+    pace: Pace | None = None
+    recorder: Recorder | None = None
+
+
 class Communicator:
     """One rank's end of the collectives of one process group.
 
     ``group`` is None for a world of one, where no process group is needed. ``check=True`` (or the environment variable
     ``HAP_CHECK_COLLECTIVES=1``) compares call, layout, shape and dtype across ranks before every collective and raises
     ProgramError naming the rank that differs, where a mismatch would otherwise hang or corrupt. ``pace``, if set, is
-    told of every use of the wire; ``recorder``, too, and of which collective it is.
+    told of every use of the wire; ``recorder``, too, and of which collective it is. ``scope``: whose collectives these
+    are, of all ranks of the job or of one host of a mesh of two axes.
     """
+
+    scope: Scope = "world"
 
     def __init__(
         self,
@@ -93,8 +105,7 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = torch.device(device)
         self.check = os.environ.get(CHECK_VARIABLE) == "1" if check is None else check
-        self.pace: Pace | None = None
-        self.recorder: Recorder | None = None
+        self._observers = Observers()
         self._routes: dict[tuple[Layout, Layout], Indices] = {}
         self._lanes: list[tuple[Lane, dist.ProcessGroup]] = []
         self._groups: list[dist.ProcessGroup] = []  # of calls begun by this thread
@@ -107,21 +118,35 @@ class Communicator:
         """Itself: a rank has one end, whoever talks through it."""
         return self
 
+    @property
+    def pace(self) -> Pace | None:
+        return self._observers.pace
+
+    @pace.setter
+    def pace(self, pace: Pace | None) -> None:
+        self._observers.pace = pace
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self._observers.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._observers.recorder = recorder
+
     @contextmanager
     def wire(self, entry: Entry | None = None) -> Iterator[None]:
         """Around what is sent and received; packing, joining and summing are compute. ``entry``: the recorder's, of
-        what it was told of."""
-        if self.pace is None and self.recorder is None:
-            yield
-            return
-        if self.pace is not None:
-            self.pace.settle()
-        entered = None if self.recorder is None else self.recorder.enter(entry)
+        what it was told of; of anything else it notes the scope."""
+        pace, recorder = self.pace, self.recorder
+        if pace is not None:
+            pace.settle()
+        entered = None if recorder is None else recorder.enter(recorder.other(self.scope) if entry is None else entry)
         yield
-        if self.recorder is not None and entered is not None:
-            self.recorder.leave(entered)
-        if self.pace is not None:
-            self.pace.resume()
+        if recorder is not None and entered is not None:
+            recorder.leave(entered)
+        if pace is not None:
+            pace.resume()
 
     def part(self, name: Part) -> AbstractContextManager[None]:
         """Around a part of the program, for the recorder."""
@@ -278,7 +303,7 @@ class Communicator:
     ) -> Entry | None:
         if self.recorder is None:
             return None
-        return self.recorder.called(kind, values, layouts, decomposition, started=started)
+        return self.recorder.called(kind, values, layouts, decomposition, started=started, scope=self.scope)
 
     def _next_lane(self) -> tuple[Lane, dist.ProcessGroup]:
         """In turns, so that every rank puts the same call on the same lane.

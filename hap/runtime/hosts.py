@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hap.errors import ProgramError
 from hap.hosts_sum import SUM_LANES, bundle_bytes
+from hap.run_record import BUNDLED, IN_ROUNDS
 from hap.runtime.collectives import GROUPS, LANES, Communicator
 from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
 from hap.runtime.ragged import Exchange, Site, Splits, all_to_all
+
+if TYPE_CHECKING:
+    from hap.run_record import Scope
+    from hap.runtime.record import Entry
 
 T = TypeVar("T")
 
@@ -33,8 +38,11 @@ class HostCommunicator(Communicator):
     ``world``, which is all ranks of the job (None for a job of one rank). ``sites`` are the tensors that are summed,
     known by their numbers; ``later`` are those of ``hosts_sum_later``, in the order of the calls.
 
-    Inherited collectives, ``rank`` and ``world_size`` are the host's; ``everyone`` has those of the world.
+    Inherited collectives, ``rank`` and ``world_size`` are the host's; ``everyone`` has those of the world. Who is told
+    of uses of the wire is told of those of both, and of those of ``on``.
     """
+
+    scope: Scope = "host"
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class HostCommunicator(Communicator):
         self.host = sum(start <= self.everyone.rank for start in starts[1:])
         self._members = [list(range(start, stop)) for start, stop in pairwise(starts)]
         super().__init__(self._host_group(), device, check=check)
+        self.everyone._observers = self._observers
         if self.device.type != "cuda":
             # Groups are made by all ranks of the job at once: not when a host's program first needs them.
             made = [group for _ in range(LANES + GROUPS) if (group := self._host_group()) is not None]
@@ -74,7 +83,7 @@ class HostCommunicator(Communicator):
         self._submitted = 0  # the same number on every rank
         self._given = 0  # of ``later``, in this step
         self._bundle: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # site, piece, result
-        self._tickets: list[Ticket] = []
+        self._tickets: list[tuple[Ticket, Entry | None]] = []
         self._failure: BaseException | None = None  # of a bundle
         self._likes: dict[HostCommunicator, HostCommunicator] = {}
 
@@ -98,7 +107,7 @@ class HostCommunicator(Communicator):
         other = copy.copy(self)
         other.sites, other.later, other._late = tuple(sites), tuple(later), frozenset(later)
         other._bundle_bytes, other._exchanges = None, {}
-        other._given, other._bundle, other._tickets = 0, [], []
+        other._given, other._bundle, other._tickets, other._likes = 0, [], [], {}
         return other
 
     def broadcast(self, whole: torch.Tensor) -> torch.Tensor:
@@ -120,7 +129,8 @@ class HostCommunicator(Communicator):
             layout = self.sites[site].layouts[self.host]
             whole = tuple(piece.shape) if layout is None else layout.whole_shape(piece.shape)
             self.everyone.agree("hosts_sum", (site, str(piece.dtype), whole))
-        return self._exchange((site,)).sum([piece], self._move, dtype)[0]
+        move = partial(self._move, self._recorded_sum((site,), piece, IN_ROUNDS))
+        return self._exchange((site,)).sum([piece], move, dtype)[0]
 
     def hosts_sum_later(self, piece: torch.Tensor, site: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor that will hold ``hosts_sum`` once ``finish`` has returned; until then ``piece`` must not be written.
@@ -165,8 +175,8 @@ class HostCommunicator(Communicator):
             raise ProgramError(
                 f"sums over hosts for later: {given} of {len(self.later)} were given, site {self.later[given]} is next"
             )
-        with self.wire():
-            for ticket in tickets:
+        for ticket, entry in tickets:
+            with self.wire(entry):
                 ticket.wait()
 
     def _submit(self) -> None:
@@ -174,9 +184,12 @@ class HostCommunicator(Communicator):
         self._submitted += 1
         sites, pieces, results = zip(*self._bundle, strict=True)
         self._bundle = []
-        with self.wire():
-            work = partial(self._sum_bundle, self._exchange(sites), pieces, results, group)
-            self._tickets.append(lane.submit(work))
+        entry = self._recorded_sum(sites, pieces[0], BUNDLED)
+        with self.wire(entry):
+            work: Callable[[], None] = partial(self._sum_bundle, self._exchange(sites), pieces, results, group)
+            if entry is not None and self.recorder is not None:
+                work = self.recorder.moved(entry, work)
+            self._tickets.append((lane.submit(work), entry))
 
     def _sum_bundle(
         self,
@@ -203,9 +216,14 @@ class HostCommunicator(Communicator):
             self._exchanges[sites] = Exchange(found, self.hosts, self.everyone.rank, self.device)
         return self._exchanges[sites]
 
-    def _move(self, sent: torch.Tensor, splits: Splits) -> torch.Tensor:
+    def _recorded_sum(self, sites: Sequence[int], piece: torch.Tensor, how: str) -> Entry | None:
+        if self.recorder is None or len(self.hosts) == 1:
+            return None
+        return self.recorder.summed([self.sites[site].shape for site in sites], piece.itemsize, how)
+
+    def _move(self, entry: Entry | None, sent: torch.Tensor, splits: Splits) -> torch.Tensor:
         assert self.everyone.group is not None
-        with self.wire():
+        with self.wire(entry):
             return all_to_all(sent, splits, self.everyone.group)
 
     def _host_group(self) -> dist.ProcessGroup | None:

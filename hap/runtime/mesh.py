@@ -6,8 +6,9 @@ what is left to do here is to deal batches out, first to hosts, then to the rank
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -16,7 +17,6 @@ from hap.capture.seed import SEED
 from hap.codegen.layout import Layout
 from hap.codegen.passes.runner import Change
 from hap.codegen.program import Program
-from hap.errors import ProgramError
 from hap.graph import Graph
 from hap.mesh_plan import MeshPlan
 from hap.placement import GroupSizes, Shard
@@ -25,6 +25,7 @@ from hap.runtime.collectives import Communicator
 from hap.runtime.data import Feed, Signature
 from hap.runtime.hosts import HostCommunicator
 from hap.runtime.program import HapProgram
+from hap.runtime.record import Recorder
 from hap.runtime.variants import Rebuild, without_data
 
 
@@ -67,8 +68,10 @@ class MeshProgram(HapProgram):
     def mesh_plan(self) -> MeshPlan:
         return self._mesh_plan
 
-    def record(self, folder: object, *, every: int = 1, probe_every: int = 0) -> NoReturn:
-        raise ProgramError("a plan of two axes is not recorded: its hosts' collectives are not told apart yet")
+    def record(self, folder: str | os.PathLike[str], *, every: int = 1, probe_every: int = 0) -> Recorder:
+        """As ``HapProgram.record``: what ranks of one host do together is told apart from what all do."""
+        plan, host = self._mesh_plan, self._host
+        return Recorder(folder, self._everyone, plan, every=every, probe_every=probe_every, mesh_host=host)
 
     @property
     def _everyone(self) -> Communicator:

@@ -4,9 +4,10 @@
         for batch in loader: ...
 
 Every use of the wire is stamped on entering and leaving, as are forward and backward parts; a step becomes one line of
-``rank-0002.jsonl``. What the rank is doing just now stands in ``rank-0002.state``, a mapped file, which outlives the
-process however that ends. A thread gives a sign of life each second, and writes down what all threads do when the rank
-has stood still for a minute. The forms are in ``hap/run_record.py``.
+``rank-0002.jsonl``. On a mesh of two axes it is told, too, whether all ranks take part or those of one host. What the
+rank is doing just now stands in ``rank-0002.state``, a mapped file, which outlives the process however that ends. A
+thread gives a sign of life each second, and writes down what all threads do when the rank has stood still for a minute.
+The forms are in ``hap/run_record.py``.
 
 These are C4D's records (arXiv 2406.04594: communicator, operation; collectives.md 1.2), and for its third layer, the
 transport, links are probed (``hap.runtime.probe``), as what moves inside of a backend's collective is not to be seen
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import math
 import mmap
 import os
 import socket
@@ -34,17 +36,21 @@ import torch
 
 from hap.codegen.layout import Layout
 from hap.errors import ProgramError
+from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 from hap.run_record import (
     DOING,
     HEARTBEAT_S,
     OTHER,
+    OTHER_KIND,
     PLAN,
     STATE_BYTES,
+    SUM_KIND,
     CallKind,
     Head,
     Part,
     ProbeLine,
+    Scope,
     StateWriter,
     StepLine,
     rank_file,
@@ -62,10 +68,10 @@ class Entry:
     """One use of the wire. ``marks``: entered and left, once, or twice for what the rank goes on beside; ``inside`` of
     a part of the program, each time. ``lane``: when it was moved beside the program."""
 
-    __slots__ = ("inside", "lane", "marks", "number", "started")
+    __slots__ = ("inside", "lane", "marks", "number", "scope", "started")
 
-    def __init__(self, number: int, started: bool) -> None:
-        self.number, self.started = number, started
+    def __init__(self, number: int, started: bool, scope: Scope) -> None:
+        self.number, self.started, self.scope = number, started, scope
         self.marks: list[Mark] = []
         self.inside: list[bool] = []
         self.lane: tuple[Mark, Mark] | None = None
@@ -85,10 +91,18 @@ class Recorder:
     """One rank's records, from now until ``close``. Made by ``HapProgram.record``; collective."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], comm: Communicator, plan: Plan, *, every: int = 1, probe_every: int = 0
+        self,
+        folder: str | os.PathLike[str],
+        comm: Communicator,
+        plan: Plan | MeshPlan,
+        *,
+        every: int = 1,
+        probe_every: int = 0,
+        mesh_host: int = 0,
     ) -> None:
-        """``every``: so many steps apart are those of which each call is written; of all others the sums.
-        ``probe_every``: links are timed now, and again after so many steps if it is not 0.
+        """``comm`` is that of all ranks of the job. ``every``: so many steps apart are those of which each call is
+        written; of all others the sums. ``probe_every``: links are timed now, and again after so many steps if it is
+        not 0. ``mesh_host``: the number of this rank's host in a plan of two axes.
 
         ProgramError for a second recording at once, and for a folder that has records already.
         """
@@ -107,8 +121,15 @@ class Recorder:
         self._zero, zero = self._clock.mark(), time.perf_counter()
         self._file = path.open("w", encoding="utf-8", buffering=1)
         began = time.time()
-        device, host = plan.devices[comm.rank], socket.gethostname()
-        head = Head(rank=comm.rank, world_size=comm.world_size, device=device, host=host, pid=os.getpid(), began=began)
+        head = Head(
+            rank=comm.rank,
+            world_size=comm.world_size,
+            device=plan.devices[comm.rank],
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            began=began,
+            mesh_host=mesh_host,
+        )
         self._file.write(head.line())
         self._wall = began - zero  # what makes of ``perf_counter`` the host's clock
         self._state, self._memory = _mapped(rank_file(self.folder, comm.rank, "state"), began)
@@ -119,6 +140,7 @@ class Recorder:
         self._entries: list[Entry] = []
         self._taken: list[Taken] = []
         self._entered, self._in_wire, self._call, self._since = 0, False, OTHER, zero
+        self._world = 0  # of ``_entered``, those of all ranks
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hap-record", daemon=True)
         self._thread.start()
@@ -171,29 +193,47 @@ class Recorder:
         self._parts.append((name, begun, self._last))
 
     def called(
-        self, kind: str, values: Sequence[torch.Tensor], layouts: Sequence[Sequence[Layout]], how: str, *, started: bool
+        self,
+        kind: str,
+        values: Sequence[torch.Tensor],
+        layouts: Sequence[Sequence[Layout]],
+        how: str,
+        *,
+        started: bool,
+        scope: Scope = "world",
     ) -> Entry:
         """A collective that is about to enter the wire; ``started``: the rank will go on beside it."""
         key = (kind, how, *((v.shape, v.dtype) for v in values), *map(tuple, layouts))
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._numbers) + 1
-            pairs = zip(values, layouts, strict=True)
-            nbytes = sum(_whole_bytes(kind, value, found) for value, found in pairs)
-            told = CallKind(number=number, kind=kind, decomposition=how, values=len(values), nbytes=nbytes)
-            self._file.write(told.line())
-        entry = Entry(number, started)
-        self._entries.append(entry)
-        return entry
+        if (number := self._numbers.get(key)) is None:
+            nbytes = sum(_whole_bytes(kind, *pair) for pair in zip(values, layouts, strict=True))
+            number = self._number(key, kind, how, len(values), nbytes, scope)
+        return Entry(number, started, scope)
 
-    def enter(self, entry: Entry | None) -> Entry:
-        """The wire is entered, for this or for something that is no collective of the program's."""
-        if entry is None:
-            entry = Entry(OTHER, False)
+    def summed(self, shapes: Sequence[tuple[int, ...]], itemsize: int, how: str) -> Entry:
+        """A sum over the hosts of a mesh, of whole tensors of these shapes, that is about to enter the wire for the
+        first of two times: in its rounds, or when it is begun and when it is waited for."""
+        key = (SUM_KIND, how, itemsize, *shapes)
+        if (number := self._numbers.get(key)) is None:
+            nbytes = itemsize * sum(map(math.prod, shapes))
+            number = self._number(key, SUM_KIND, how, len(shapes), nbytes, "world")
+        return Entry(number, True, "world")
+
+    def other(self, scope: Scope) -> Entry:
+        """Something that is no collective of the program's is about to enter the wire."""
+        if scope == "world":
+            return Entry(OTHER, False, scope)
+        if (number := self._numbers.get(OTHER_KIND)) is None:
+            number = self._number(OTHER_KIND, OTHER_KIND, "-", 1, 0, scope)
+        return Entry(number, False, scope)
+
+    def enter(self, entry: Entry) -> Entry:
+        """The wire is entered for this."""
+        if not entry.marks:
             self._entries.append(entry)
         entry.marks.append(self._clock.mark())
         entry.inside.append(bool(self._doing))
         self._entered, self._in_wire, self._call = self._entered + 1, True, entry.number
+        self._world += entry.scope == "world"
         self._tell()
         return entry
 
@@ -213,9 +253,18 @@ class Recorder:
 
         return timed
 
+    def _number(self, key: object, kind: str, how: str, values: int, nbytes: int, scope: Scope) -> int:
+        """A new one."""
+        number = self._numbers[key] = len(self._numbers) + 1
+        told = CallKind(number=number, kind=kind, decomposition=how, values=values, nbytes=nbytes, scope=scope)
+        self._file.write(told.line())
+        return number
+
     def _tell(self) -> None:
         self._since = time.perf_counter()
-        self._state.now(self._doing, self._in_wire, self._step, self._entered, self._call, self._since + self._wall)
+        self._state.now(
+            self._doing, self._in_wire, self._step, self._entered, self._call, self._since + self._wall, self._world
+        )
 
     def _next_step(self) -> None:
         self._take(self._clock.mark())

@@ -23,7 +23,7 @@ from hap.capture.seed import SEED
 from hap.codegen.layout import Layout
 from hap.codegen.program import Program
 from hap.errors import ProgramError
-from hap.runtime.collectives import Communicator, Pace
+from hap.runtime.collectives import Communicator
 from hap.runtime.data import Signature, unexpected
 from hap.runtime.forms import Form, check_new, filled, form_of, is_another, is_as
 from hap.runtime.step import Step
@@ -213,12 +213,6 @@ class Variants:
                 raise
         return self._get(key, training)
 
-    def set_pace(self, pace: Pace | None) -> None:
-        """Of all who talk for a program."""
-        self._comm.pace = pace
-        for variant in self._built.values():
-            variant.built.comm.pace = pace
-
     def nothing(self, training: bool) -> StepInputs:
         """The share of a rank that holds none of some batch; of the first one's form if it always holds some."""
         rank, form = self._comm.rank, form_of(self._usual)
@@ -267,7 +261,7 @@ class Variants:
         everyone = self._everyone
         votes = torch.tensor(fits, device=everyone.device)
         if everyone.group is not None:
-            with self._comm.wire():
+            with everyone.wire():
                 dist.all_reduce(votes, group=everyone.group)
         return [int(v == everyone.world_size) for v in votes.tolist()]
 

@@ -24,7 +24,7 @@ def syndromes(run: Run) -> list[tuple[str, tuple[int, ...]]]:
 def test_waits_are_told_apart_from_the_wire() -> None:
     compute = np.array([[0.3, 0.1, 0.2]] * 5)
     run = job(compute, np.zeros((5, 3)), 0.01)
-    waits = run.waits[0]
+    waits = run.waits[0].world
     assert waits.shared_s == pytest.approx(np.full(CALLS, 0.01))
     assert waits.waited_for_s == pytest.approx([0.1, 0, 0], abs=1e-5)  # rank 0 comes 0.1 s later than the second last
     assert run.compute_s[0] == pytest.approx([0.3, 0.1, 0.2], abs=1e-5)

@@ -150,7 +150,7 @@ def other_steps(comm: HostCommunicator, rounds: Rounds) -> int:
     assert pace.said == ["settle", "resume"] * 2  # in between it adds
     results = [comm.hosts_sum_later(case.piece, number) for case, number in zip(cases, LATER, strict=True)]
     comm.finish()
-    assert pace.said[4:] == ["settle", "resume"] * 4  # three bundles and the wait
+    assert pace.said[4:] == ["settle", "resume"] * 6  # three bundles, and the wait for each
     compared = sum(case.holds(result) for case, result in zip(cases, results, strict=True))
     rounds.broken, rounds.made = True, 0
     for _ in range(2):  # when one exchange has failed the ranks may be anywhere in it: there is no other

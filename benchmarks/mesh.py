@@ -1,10 +1,12 @@
 """Plans of two axes against plans of one, measured: hosts of several ranks on the testbed, in turns in one run.
 
-    python benchmarks/mesh.py [--quick] [--rounds 6]
+    python benchmarks/mesh.py [--quick] [--rounds 6] [--batches 4]
 
 Two or three hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the
 kernel shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed. The
 losses of the first steps are compared; steps are those of the slowest rank, over several sessions of fresh processes.
+With ``--batches`` a step has so many, whose gradients are summed once, and both plans are for that; its results stand
+beside those for one (``mesh_batches``).
 """
 
 from __future__ import annotations
@@ -81,8 +83,10 @@ def cluster(name: str) -> ClusterSpec:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=0, help="turns of each plan in a session")
+    parser.add_argument("--batches", type=int, default=1, help="batches of a step")
     options = parse(NAME, "Plans of two axes against plans of one, measured on the testbed.", argv, parser)
-    report = Report(NAME, "One axis and two, measured", options)
+    batches = options.extra.batches
+    report = Report(NAME if batches == 1 else f"{NAME}_batches", "One axis and two, measured", options)
     rounds = options.extra.rounds or (2 if options.quick else 6)
     names = tuple(CLUSTERS)[:1] if options.quick else tuple(CLUSTERS)
     rate = measure_host()
@@ -91,18 +95,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         with Testbed(cluster(name)) as bed:
             told = played(cluster(name), rate, INSIDE)
             for model, batch in QUICK if options.quick else CASES:
-                rows.append(run(bed, told, model, batch, name, rounds))
+                rows.append(run(bed, told, model, batch, name, rounds, batches))
                 print(rows[-1], flush=True)
+    report.figure("batches_of_a_step", batches)
     write(report, rows)
 
 
-def run(bed: Testbed, told: ClusterSpec, model: str, batch: int, name: str, rounds: int) -> Row:
+def run(bed: Testbed, told: ClusterSpec, model: str, batch: int, name: str, rounds: int, batches: int) -> Row:
     built = cut(model, batch)
     given = {"loss_fn": built.loss_fn, "example_targets": built.example_targets, "name": model}
     possible = choices(capture(built.model, built.example_inputs, **given))
-    one, two = plan_graph(possible, told), plan_mesh(possible, told)
+    one, two = plan_graph(possible, told, batches=batches), plan_mesh(possible, told, batches=batches)
     plans = {ONE: one.to_json(), TWO: two.to_json()}
-    sessions = [bed.run(race, model, batch, plans, rounds, timeout=600.0) for _ in range(SESSIONS)]
+    sessions = [bed.run(race, model, batch, plans, rounds, batches, timeout=600.0) for _ in range(SESSIONS)]
     for first in sessions[0]:
         for a, b in zip(first[ONE].losses, first[TWO].losses, strict=True):
             assert math.isclose(a, b, rel_tol=1e-3), f"{model}, {name}: losses {a} and {b}"
@@ -110,7 +115,7 @@ def run(bed: Testbed, told: ClusterSpec, model: str, batch: int, name: str, roun
         who: Spread.of([max(s) for ranks in sessions for s in zip(*(rank[who].steps_s for rank in ranks), strict=True)])
         for who in plans
     }
-    predicted = (one.predicted.as_run_s, two.predicted.as_run_s)
+    predicted = (batches * one.predicted.as_run_s, batches * two.predicted.as_run_s)
     parts = "+".join(str(h.batch) for h in two.hosts)
     return Row(f"{model} of {batch}, {name}", steps[ONE], steps[TWO], predicted, parts)
 

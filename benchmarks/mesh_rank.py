@@ -38,7 +38,10 @@ def cut(name: str, batch: int) -> BuiltModel:
 
 
 class Contestant:
-    def __init__(self, built: BuiltModel, plan: str) -> None:
+    """``batches``: of a step, all alike, whose gradients are summed once."""
+
+    def __init__(self, built: BuiltModel, plan: str, batches: int = 1) -> None:
+        self.batches = batches
         given: dict[str, Any] = {"example_inputs": built.example_inputs, "example_targets": built.example_targets}
         self.program = hap.compile(built.model, plan=parse_plan(plan), loss_fn=built.loss_fn, **given)
         self.optimizers = optimizers_of(built, self.program, self.program.plan.provenance.optimizer)
@@ -46,8 +49,11 @@ class Contestant:
 
     def step(self) -> float:
         self.program.zero_grad(set_to_none=True)
+        with self.program.no_sync():
+            for _ in range(self.batches - 1):
+                (self.program(self.batch, targets=self.targets) / self.batches).backward()
         loss = self.program(self.batch, targets=self.targets)
-        loss.backward()
+        (loss / self.batches).backward()
         for optimizer in self.optimizers:
             optimizer.step()
         return float(loss.detach())
@@ -64,12 +70,15 @@ def optimizers_of(built: BuiltModel, program: hap.HapProgram, name: str) -> list
     return [torch.optim.Muon([named[n] for n in matrices], lr=RATE), torch.optim.AdamW(rest, lr=RATE)]
 
 
-def race(rank: int, model: str, batch: int, plans: Mapping[str, str], rounds: int) -> dict[str, Result]:
-    """Every plan, by name; they take turns, a block of steps each of which the first is not counted."""
+def race(
+    rank: int, model: str, batch: int, plans: Mapping[str, str], rounds: int, batches: int = 1
+) -> dict[str, Result]:
+    """Every plan, by name, for steps of so many batches; they take turns, a block of steps each of which the first is
+    not counted."""
     torch.set_num_threads(1)
     found, paces, losses = dict[str, Contestant](), dict[str, Deadline](), dict[str, tuple[float, ...]]()
     for name, plan in plans.items():
-        found[name] = Contestant(cut(model, batch), plan)
+        found[name] = Contestant(cut(model, batch), plan, batches)
         losses[name] = tuple(found[name].step() for _ in range(WARM))
         paces[name] = deadline()
         found[name].program.set_pace(paces[name])

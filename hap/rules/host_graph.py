@@ -8,8 +8,10 @@ whole. So all that is known of one axis (choices, prices, search, codegen) goes 
     deal_batch(choices)                          -> every node's strategy between hosts
     host_graph(graph, strategies, sizes, ...)    -> Graph of one host
 
-Outputs beside the loss are whole on every host: each adds its part, among zeros. Refused, with ``PlanError``: what else
-needs conversions between hosts other than sums and slices.
+Outputs beside the loss are whole on every host: each adds its part, among zeros. Hosts are to have the same parameters
+to the last bit, and each computes in pieces of its own; so a gradient of which more is made than a sum, after it, is
+host 0's: summed once more, with nothing from the others. Refused, with ``PlanError``: what else needs conversions
+between hosts other than sums and slices.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hap.conversion import Need, find_needs
-from hap.deferral import deferrable_values
+from hap.deferral import deferrable_values, is_linear
 from hap.errors import PlanError
 from hap.graph import CAST, Graph, Node, TensorMeta, Value, map_values, verify_graph
 from hap.hosts_sum import HOSTS_SUM, SITE
@@ -27,8 +29,6 @@ from hap.placement import PARTIAL, REPLICATE, GroupSizes, LocalSize, Placement, 
 from hap.plan import Strategy
 from hap.rules.choices import Choices, Group
 from hap.rules.localize import Arguments, localize
-
-SUMMED = (PARTIAL, REPLICATE)  # as it is held, and as it is read
 
 
 def deal_batch(choices: Choices) -> dict[str, Strategy]:
@@ -38,15 +38,14 @@ def deal_batch(choices: Choices) -> dict[str, Strategy]:
     the bytes that it needs summed, and those that it leaves partial. Of a gradient the sum over hosts is the last thing
     that is done, where that can be: what each host makes, and rounds, of a sum in its own way is not alike on all, and
     a step's batches can have one sum together. What an operator needs whole, and is small, is given whole to every
-    host, and cut where others need a part. PlanError if an operator mixes samples otherwise, if there is no batch to
-    deal out, or if a gradient cannot be summed after it is rounded to be exchanged.
+    host, and cut where others need a part. PlanError if an operator mixes samples otherwise, or if there is no batch to
+    deal out.
     """
     whole: set[str] = set()
     while True:
         dealing = _Dealing(choices, whole)
         blocked = next((n for n in choices.graph.nodes if not dealing.place(n)), None)
         if blocked is None:
-            dealing.check_rounded()
             return dealing.found
         more = dealing.dealt_freely(blocked) or dealing.small_ancestors(blocked)
         if not more:
@@ -119,16 +118,6 @@ class _Dealing:
 
     def _held(self, value: Value) -> Placement | None:
         return self.found[value.node].outputs[value.index]
-
-    def check_rounded(self) -> None:
-        """PlanError if gradients are rounded to be exchanged, and one of them is not a sum over hosts from there on."""
-        for target, gradient in self.graph.gradients.items():
-            node = self.graph.by_name[gradient.node]
-            if self._widens(node) and (self._held(node.inputs[0]), self.found[node.name].inputs[0]) != SUMMED:
-                raise PlanError(
-                    f"the gradient of {target} is made of what hosts have summed, and each would round it in its own "
-                    "way: plan on one axis, or without reduce_dtype"
-                )
 
     def _widens(self, node: Node) -> bool:
         """Whether the node casts what was rounded back."""
@@ -206,11 +195,15 @@ class _HostGraph:
             nodes.append(self._local(node))
             nodes += self._conversions(node, needs.get(node.name, ()))
         homes = {n.target: self.strategies[n.name].outputs[0] for n in graph.nodes if n.op in ("parameter", "buffer")}
+        gradients = {t: self._read(v, homes[t]) for t, v in graph.gradients.items()}
+        made = {n.name: n for n in nodes}
+        of_host_0 = {v: self._of_host_0(made[v.node], v) for v in gradients.values() if not _is_alike(made, v)}
+        nodes += [node for both in of_host_0.values() for node in both]
         found = replace(
             graph,
             nodes=tuple(nodes),
             loss=self._read(graph.loss, REPLICATE),
-            gradients={t: self._read(v, homes[t]) for t, v in graph.gradients.items()},
+            gradients={t: Value(of_host_0[v][-1].name) if v in of_host_0 else v for t, v in gradients.items()},
             updates={t: self._read(v, homes[t]) for t, v in graph.updates.items()},
         )
         verify_graph(found)
@@ -294,6 +287,15 @@ class _HostGraph:
         args = (value, target.dim, *self._range(target))
         return (replace(like, name=f"{name}_here{ways or ''}", op="aten.slice.Tensor", args=args, outputs=(part,)),)
 
+    def _of_host_0(self, maker: Node, value: Value) -> tuple[Node, Node]:
+        """Nodes for what host 0 has of a value that all hosts have, to rounding."""
+        like, meta = replace(maker, kwargs=(), target=""), maker.outputs[value.index]
+        assert meta is not None
+        name = f"{maker.name}_{value.index}_of_host_0" if value.index else f"{maker.name}_of_host_0"
+        args = (value, 1.0 if self.host == 0 else 0.0)
+        part = replace(like, name=name, op="aten.mul.Tensor", args=args, outputs=(meta,))
+        return part, self._sum(like, name, Value(name), meta)
+
     def _sum(self, like: Node, name: str, value: Value, meta: TensorMeta) -> Node:
         args = (value, self.sites, self.hosts, self.ranks)
         self.sites += 1
@@ -304,3 +306,11 @@ class _HostGraph:
         held = self.sizes[shard.group]
         start = sum(held[: self.host]) * shard.unit
         return start, start + held[self.host] * shard.unit
+
+
+def _is_alike(made: Mapping[str, Node], value: Value) -> bool:
+    """Whether a value is a sum over hosts, or made of such ones element by element."""
+    node = made[value.node]
+    if node.op == HOSTS_SUM:
+        return True
+    return is_linear(node.op, len(node.inputs)) and all(_is_alike(made, v) for v in node.inputs)

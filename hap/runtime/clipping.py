@@ -2,7 +2,8 @@
 
 A gradient that every rank holds whole counts once, a sharded one is the sum of its pieces:
 ``norm = (sum over replicated |g|^p on rank 0 + sum over shards |g|^p on every rank) ^ (1/p)``, the maximum for p = inf.
-Every rank gets the same number from one all-reduce, so replicated parameters stay alike.
+Every rank gets the same number from one all-reduce, so replicated parameters stay alike. Hosts of a mesh of two axes
+add the same gradients up in different pieces, so all of them take what rank 0 has found.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> t
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         with comm.wire():
             dist.all_reduce(mine, op=op, group=comm.group)
-    return mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type)
+    return comm.of_rank_zero(mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type))
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:

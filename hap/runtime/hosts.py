@@ -118,6 +118,11 @@ class HostCommunicator(Communicator):
         """The picklable object of the world's rank 0 on every rank of the world."""
         return self.everyone.from_rank_zero(mine)
 
+    def of_rank_zero(self, found: torch.Tensor) -> torch.Tensor:
+        """As ``Communicator.of_rank_zero``. Collective, of all ranks of the job."""
+        with self.everyone.wire():
+            return self.everyone.broadcast(found)
+
     def over_hosts(self, piece: torch.Tensor, site: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """What programs call: ``hosts_sum_later`` for the sites of ``later``, for others ``hosts_sum``."""
         return self.hosts_sum_later(piece, site, dtype) if site in self._late else self.hosts_sum(piece, site, dtype)

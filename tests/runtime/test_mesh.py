@@ -16,8 +16,9 @@ from benchmarks.zoo_models import find
 from benchmarks.zoo_models.reference import Outcome, kept, one_device, worst_error
 from hap.capture import capture
 from hap.capture.inputs import step_inputs
+from hap.capture.narrow import narrowed
 from hap.errors import PlanError, ProgramError
-from hap.mesh import carry_mesh
+from hap.mesh import carry_mesh, graph_of
 from hap.mesh_plan import MeshPlan, parse_plan
 from hap.runtime.mesh import MeshProgram
 from tests._support import gpt2
@@ -188,6 +189,72 @@ def test_what_such_a_program_cannot_is_refused_in_one_line_on_every_rank():
         assert "is for cluster 'test'" in said[2]
         assert "other shapes or operators" in said[3]
         assert all("\n" not in line for line in said)
+
+
+class Penalised(nn.Module):
+    """Gradients that are more than sums over the samples: of a weight that is normalised, and of one with a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(37, 53))
+        self.norm, self.last = nn.LayerNorm(53), nn.Linear(53, 11)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = self.last(torch.tanh(self.norm(self.first(x))))
+        return (out - y).square().mean() + 0.1 * self.last.weight.square().sum()
+
+
+def penalised(step: int) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    source = torch.Generator().manual_seed(step)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Penalised(), (torch.randn(8, 37, generator=source), torch.randn(8, 11, generator=source))
+
+
+def descend_alike(rank: int, plans: list[str]) -> list[tuple[dict[str, bytes], float]]:
+    """Under each plan what the parameters come to in three clipped steps, and how far their first gradients are from
+    one device's."""
+    found = []
+    for text in plans:
+        model, batch = penalised(0)
+        program = hap.compile(model, plan=parse_plan(text), example_inputs=batch)
+        optimizer, worst = torch.optim.AdamW(program.parameters(), lr=0.01), 0.0
+        for step in range(3):
+            program(*program.shard_batch(penalised(step)[1])).backward()
+            if step == 0:
+                model(*batch).backward()
+                whole = program.full_gradients()
+                for name, parameter in model.named_parameters():
+                    assert parameter.grad is not None
+                    worst = max(worst, float((whole[name] - parameter.grad).norm() / parameter.grad.norm()))
+            program.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(({name: value.numpy().tobytes() for name, value in program.state_dict().items()}, worst))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_hosts_hold_the_same_parameters_to_the_last_bit(dtype: torch.dtype | None) -> None:
+    """In float32, clipped, whatever each host cuts."""
+    model, batch = penalised(0)
+    graph = narrowed(capture(model, batch), dtype)
+    plans = [make_mesh(graph, (2, 1), (5, 3), seed).to_json() for seed in (None, 1, 3, 5, 6, 12)]
+    for (first, worst), *others in zip(*run_ranks(3, descend_alike, plans), strict=True):
+        assert worst < (1e-5 if dtype is None else 2**-7)
+        for other, _ in others:
+            assert [name for name in first if first[name] != other[name]] == []
+
+
+def test_a_gradient_of_which_more_is_made_than_a_sum_is_host_0_s() -> None:
+    model, batch = penalised(0)
+    graph = capture(model, batch)
+    graphs = [graph_of(graph, make_mesh(graph, (2, 1), (5, 3)), host) for host in range(2)]
+    for host, found in enumerate(graphs):
+        own = [n for n in found.nodes if n.name.endswith("_of_host_0")]
+        targets = {t for t, v in found.gradients.items() if v.node.endswith("_of_host_0_over_hosts")}
+        assert targets == {"last.weight", "first.parametrizations.weight.original1"}
+        assert len(own) == len(targets) and {n.args[1] for n in own} == {1.0 - host}
 
 
 class Tasks(nn.Module):

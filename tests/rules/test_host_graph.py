@@ -92,10 +92,12 @@ def test_a_sum_waits_until_there_is_less_to_sum() -> None:
     assert [(n.args[0], n.meta.shape) for n in summed(graph)] == [(Value("gradient"), (6,)), (Value("loss"), ())]
 
 
-def test_what_is_not_linear_is_summed_before() -> None:
-    graph = parts(reduced_gradient("aten.relu.default"), (5, 3))[0]
-    assert [n.args[0] for n in summed(graph)] == [Value("product"), Value("loss")]
-    assert graph.by_name["gradient"].args == (Value("product_over_hosts"),)
+def test_what_is_not_linear_is_summed_before_and_then_host_0_s_counts() -> None:
+    for host, graph in enumerate(parts(reduced_gradient("aten.relu.default"), (5, 3))):
+        assert [n.args[0] for n in summed(graph)] == [Value("product"), Value("loss"), Value("gradient_of_host_0")]
+        assert graph.by_name["gradient"].args == (Value("product_over_hosts"),)
+        assert graph.by_name["gradient_of_host_0"].args == (Value("gradient"), 1.0 - host)
+        assert graph.gradients == {"w": Value("gradient_of_host_0_over_hosts")}
 
 
 def test_what_two_calls_need_whole_is_summed_once() -> None:

@@ -1,6 +1,6 @@
 """Plans of two axes against plans of one, measured: hosts of several ranks on the testbed, in turns in one run.
 
-    python benchmarks/mesh.py [--quick] [--rounds 6] [--batches 4]
+    python benchmarks/mesh.py [--quick] [--rounds 6] [--batches 4] [--clusters "slow networks"]
 
 Two or three hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the
 kernel shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed. The
@@ -84,11 +84,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=0, help="turns of each plan in a session")
     parser.add_argument("--batches", type=int, default=1, help="batches of a step")
+    parser.add_argument("--clusters", nargs="+", choices=tuple(CLUSTERS), default=tuple(CLUSTERS))
     options = parse(NAME, "Plans of two axes against plans of one, measured on the testbed.", argv, parser)
     batches = options.extra.batches
     report = Report(NAME if batches == 1 else f"{NAME}_batches", "One axis and two, measured", options)
     rounds = options.extra.rounds or (2 if options.quick else 6)
-    names = tuple(CLUSTERS)[:1] if options.quick else tuple(CLUSTERS)
+    names = tuple(CLUSTERS)[:1] if options.quick else tuple(options.extra.clusters)
     rate = measure_host()
     rows = []
     for name in names:

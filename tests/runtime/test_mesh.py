@@ -234,7 +234,7 @@ def descend_alike(rank: int, plans: list[str]) -> list[tuple[dict[str, bytes], f
     return found
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_hosts_hold_the_same_parameters_to_the_last_bit(dtype: torch.dtype | None) -> None:
     """In float32, clipped, whatever each host cuts."""
     model, batch = penalised(0)

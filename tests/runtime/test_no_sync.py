@@ -404,7 +404,7 @@ def sum_over_hosts(rank: int, plan: MeshPlan) -> tuple[list[list[int]], list[int
     return made, list(comm.later)
 
 
-@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.long)])
 def test_gradients_are_summed_over_hosts_once(seed: int | None) -> None:
     for (first, further, last, single), later in run_ranks(
         3, sum_over_hosts, make_mesh(gpt2.graph(), (2, 1), (5, 3), seed)
@@ -414,7 +414,8 @@ def test_gradients_are_summed_over_hosts_once(seed: int | None) -> None:
         assert later and set(later) <= set(last) - set(first)
 
 
-@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("frozen", [True, False])
 def test_on_two_axes_what_is_left_out_stays_out_and_what_is_handed_out_is_summed(frozen: bool) -> None:
     assert max(run_ranks(3, leave_out, make_mesh(gpt2.graph(), (2, 1), (5, 3)), frozen)) < TOLERANCE
 

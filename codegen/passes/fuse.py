@@ -5,9 +5,9 @@ Capture takes ``addmm`` apart, so that a partial product can be summed before th
 between, they are put together again: ``view(mm(a, b), size) + bias`` is ``hap.addmm(bias, a, b, size)``. One result is
 made where there were two. ``scatter(zeros_like(x), dim, index, source)``, the gradient of a gather, copies the zeros,
 which are as large as all logits: it is ``hap.scatter_into_zeros(x, dim, index, source)`` where nothing else reads them.
-A sum over hosts that only a cast reads gives what the cast would: so that of a gradient which travels in a narrower
-dtype (``hap.capture.narrow``) nothing is left to do when the sum is there, and none waits for it before the step ends.
-All else is local, so shares do not matter.
+A sum over hosts that only a widening cast reads gives what the cast would: so that of a gradient which travels in a
+narrower dtype (``hap.capture.narrow``) nothing is left to do when the sum is there, and none waits for it before the
+step ends. All else is local, so shares do not matter.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+
+import torch
 
 from hap.codegen.program import Call, Instruction, Program, RankDevice
 from hap.graph import CAST, Value
@@ -38,7 +40,7 @@ def _fused(program: Program, part: Sequence[Instruction], reads: Counter[str]) -
     for instruction in part:
         if not isinstance(instruction, Call):
             continue
-        if summed := _sum_of_cast(instruction, made, reads):
+        if summed := _sum_of_cast(program, instruction, made, reads):
             dtype = program.held[str(instruction.outputs[0])].meta.dtype
             instead[id(summed)] = replace(summed, outputs=instruction.outputs, kwargs=(("dtype", dtype),))
             gone.add(id(instruction))
@@ -92,10 +94,14 @@ def _among_zeros(scatter: Call, made: dict[str, Call], reads: Counter[str]) -> t
     return replace(scatter, op="hap.scatter_into_zeros.default", args=(*zeros.args, *rest)), zeros
 
 
-def _sum_of_cast(cast: Call, made: dict[str, Call], reads: Counter[str]) -> Call | None:
-    """The sum over hosts that ``cast`` alone reads, if it is a cast of one to another dtype and nothing else."""
+def _sum_of_cast(program: Program, cast: Call, made: dict[str, Call], reads: Counter[str]) -> Call | None:
+    """The sum over hosts that ``cast`` alone reads, if it is widened there and nothing else: a sum that is made in a
+    narrower dtype would not be the one that is cast to it."""
     given = dict(cast.kwargs)
     if cast.op != CAST or given.keys() - {"device"} != {"dtype"} or given.get("device") not in (None, RankDevice()):
+        return None
+    narrow, wide = (program.held[str(name)].meta.dtype for name in (cast.inputs[0], cast.outputs[0]))
+    if not (narrow.is_floating_point and wide.is_floating_point and torch.promote_types(narrow, wide) == wide):
         return None
     summed = made.get(cast.inputs[0])
     return summed if summed is not None and summed.op == HOSTS_SUM and reads[cast.inputs[0]] == 1 else None

@@ -36,7 +36,7 @@ def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> t
         op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
         with comm.wire():
             dist.all_reduce(mine, op=op, group=comm.group)
-    return comm.of_rank_zero(mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type))
+    return comm.same_on_hosts(mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type))
 
 
 def scale_gradients(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:

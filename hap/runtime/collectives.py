@@ -86,9 +86,9 @@ class Communicator:
 
     ``group`` is None for a world of one, where no process group is needed. ``check=True`` (or the environment variable
     ``HAP_CHECK_COLLECTIVES=1``) compares call, layout, shape and dtype across ranks before every collective and raises
-    ProgramError naming the rank that differs, where a mismatch would otherwise hang or corrupt. ``pace``, if set, is
-    told of every use of the wire; ``recorder``, too, and of which collective it is. ``scope``: whose collectives these
-    are, of all ranks of the job or of one host of a mesh of two axes.
+    ProgramError naming the rank that differs, where a mismatch would otherwise hang or corrupt. Of ``observers`` the
+    pace is told of every use of the wire; the recorder, too, and of which collective it is. ``scope``: whose
+    collectives these are, of all ranks of the job or of one host of a mesh of two axes.
     """
 
     scope: Scope = "world"
@@ -105,7 +105,7 @@ class Communicator:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.device = torch.device(device)
         self.check = os.environ.get(CHECK_VARIABLE) == "1" if check is None else check
-        self._observers = Observers()
+        self.observers = Observers()
         self._routes: dict[tuple[Layout, Layout], Indices] = {}
         self._lanes: list[tuple[Lane, dist.ProcessGroup]] = []
         self._groups: list[dist.ProcessGroup] = []  # of calls begun by this thread
@@ -118,27 +118,11 @@ class Communicator:
         """Itself: a rank has one end, whoever talks through it."""
         return self
 
-    @property
-    def pace(self) -> Pace | None:
-        return self._observers.pace
-
-    @pace.setter
-    def pace(self, pace: Pace | None) -> None:
-        self._observers.pace = pace
-
-    @property
-    def recorder(self) -> Recorder | None:
-        return self._observers.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._observers.recorder = recorder
-
     @contextmanager
     def wire(self, entry: Entry | None = None) -> Iterator[None]:
         """Around what is sent and received; packing, joining and summing are compute. ``entry``: the recorder's, of
         what it was told of; of anything else it notes the scope."""
-        pace, recorder = self.pace, self.recorder
+        pace, recorder = self.observers.pace, self.observers.recorder
         if pace is not None:
             pace.settle()
         entered = None if recorder is None else recorder.enter(recorder.other(self.scope) if entry is None else entry)
@@ -150,7 +134,7 @@ class Communicator:
 
     def part(self, name: Part) -> AbstractContextManager[None]:
         """Around a part of the program, for the recorder."""
-        return nullcontext() if self.recorder is None else self.recorder.part(name)
+        return nullcontext() if self.observers.recorder is None else self.observers.recorder.part(name)
 
     def all_gather(
         self, piece: torch.Tensor, *, dim: int, outer: int, unit: int, sizes: Sizes, decomposition: str = "all_to_all"
@@ -220,7 +204,8 @@ class Communicator:
         found.here = replace(found.here, group=group)
         found.pack()
         entry = self._recorded(kind, values, layouts, decomposition, started=True)
-        move = found.move if entry is None or self.recorder is None else self.recorder.moved(entry, found.move)
+        recorder = self.observers.recorder
+        move = found.move if entry is None or recorder is None else recorder.moved(entry, found.move)
         with self.wire(entry):
             return Pending(found, None, found.begin() if lane is None else lane.submit(move), entry)
 
@@ -301,9 +286,9 @@ class Communicator:
         *,
         started: bool,
     ) -> Entry | None:
-        if self.recorder is None:
+        if self.observers.recorder is None:
             return None
-        return self.recorder.called(kind, values, layouts, decomposition, started=started, scope=self.scope)
+        return self.observers.recorder.called(kind, values, layouts, decomposition, started=started, scope=self.scope)
 
     def _next_lane(self) -> tuple[Lane, dist.ProcessGroup]:
         """In turns, so that every rank puts the same call on the same lane.
@@ -344,8 +329,8 @@ class Communicator:
             comm._next_lane(), comm._next_group()
         return other
 
-    def of_rank_zero(self, found: torch.Tensor) -> torch.Tensor:
-        """What the ranks of this end have found, to rounding alike on all ranks of the job -> the same bits on all."""
+    def same_on_hosts(self, found: torch.Tensor) -> torch.Tensor:
+        """What the ranks of every host have found in pieces of their own -> the same bits on all ranks of the job."""
         return found
 
     def like(self, other: Communicator) -> Communicator:

@@ -66,7 +66,7 @@ class HostCommunicator(Communicator):
         self.host = sum(start <= self.everyone.rank for start in starts[1:])
         self._members = [list(range(start, stop)) for start, stop in pairwise(starts)]
         super().__init__(self._host_group(), device, check=check)
-        self.everyone._observers = self._observers
+        self.everyone.observers = self.observers
         if self.device.type != "cuda":
             # Groups are made by all ranks of the job at once: not when a host's program first needs them.
             made = [group for _ in range(LANES + GROUPS) if (group := self._host_group()) is not None]
@@ -118,8 +118,8 @@ class HostCommunicator(Communicator):
         """The picklable object of the world's rank 0 on every rank of the world."""
         return self.everyone.from_rank_zero(mine)
 
-    def of_rank_zero(self, found: torch.Tensor) -> torch.Tensor:
-        """As ``Communicator.of_rank_zero``. Collective, of all ranks of the job."""
+    def same_on_hosts(self, found: torch.Tensor) -> torch.Tensor:
+        """What the world's rank 0 has found. Collective, of all ranks of the job."""
         with self.everyone.wire():
             return self.everyone.broadcast(found)
 
@@ -192,8 +192,8 @@ class HostCommunicator(Communicator):
         entry = self._recorded_sum(sites, pieces[0], BUNDLED)
         with self.wire(entry):
             work: Callable[[], None] = partial(self._sum_bundle, self._exchange(sites), pieces, results, group)
-            if entry is not None and self.recorder is not None:
-                work = self.recorder.moved(entry, work)
+            if entry is not None and self.observers.recorder is not None:
+                work = self.observers.recorder.moved(entry, work)
             self._tickets.append((lane.submit(work), entry))
 
     def _sum_bundle(
@@ -222,9 +222,9 @@ class HostCommunicator(Communicator):
         return self._exchanges[sites]
 
     def _recorded_sum(self, sites: Sequence[int], piece: torch.Tensor, how: str) -> Entry | None:
-        if self.recorder is None or len(self.hosts) == 1:
+        if self.observers.recorder is None or len(self.hosts) == 1:
             return None
-        return self.recorder.summed([self.sites[site].shape for site in sites], piece.itemsize, how)
+        return self.observers.recorder.summed([self.sites[site].shape for site in sites], piece.itemsize, how)
 
     def _move(self, entry: Entry | None, sent: torch.Tensor, splits: Splits) -> torch.Tensor:
         assert self.everyone.group is not None

@@ -209,7 +209,7 @@ def measure_collectives(
     """(the wire's timings, the same on every rank; this rank's copies). ``cluster`` gives the formula's seconds: one
     whose links are already measured."""
     recorder = Recorder(comm.device, clock.slowdown, clock_offset_s(comm.device))
-    comm.pace = recorder
+    comm.observers.pace = recorder
     wire: list[WireTiming] = []
     copies: list[CopyTiming] = []
     try:
@@ -222,7 +222,7 @@ def measure_collectives(
                 everyone = comm.gather_objects([(e.entered, e.left) for e in ends])
                 wire.append(case.timed(everyone, cluster))
     finally:
-        comm.pace = None
+        comm.observers.pace = None
     return tuple(wire), tuple(copies)
 
 

@@ -140,7 +140,7 @@ class HapProgram(nn.Module):
 
     def set_pace(self, pace: Pace | None) -> None:
         """Have ``pace`` told of every use of the wire: how a rank plays a slower device (``hap.runtime.emulate``)."""
-        self._comm.pace = pace
+        self._comm.observers.pace = pace
 
     def forward(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of the global batch, the same on every rank, from this rank's share of it. Collective.

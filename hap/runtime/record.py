@@ -109,8 +109,8 @@ class Recorder:
         self.folder, self.comm, self.every, self.probe_every = Path(folder), comm, every, probe_every
         if every < 1 or probe_every < 0:
             raise ProgramError(f"record: every={every}, probe_every={probe_every}: steps are counted from 1")
-        if comm.recorder is not None:
-            raise ProgramError(f"record: this job is recorded already, in {comm.recorder.folder}")
+        if comm.observers.recorder is not None:
+            raise ProgramError(f"record: this job is recorded already, in {comm.observers.recorder.folder}")
         self.folder.mkdir(parents=True, exist_ok=True)
         path = rank_file(self.folder, comm.rank, "jsonl")
         if any(comm.gather_objects(path.exists())):
@@ -145,7 +145,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._watch, name="hap-record", daemon=True)
         self._thread.start()
         self.probe()
-        comm.recorder = self
+        comm.observers.recorder = self
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +158,7 @@ class Recorder:
         if self._closed.is_set():
             return
         self._closed.set()
-        self.comm.recorder = None
+        self.comm.observers.recorder = None
         self._thread.join()
         if error is None:  # else the device may be in no state to be asked, and the last step is none
             self._take(self._last)  # nobody knows what the rank did after it

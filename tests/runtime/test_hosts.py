@@ -145,7 +145,7 @@ def other_steps(comm: HostCommunicator, rounds: Rounds) -> int:
     comm.hosts_sum_later(cases[0].piece.bool(), 5)
     with pytest.raises(ProgramError, match="1 of 6 were given, site 0 is next"):
         comm.finish()
-    comm.pace = pace = Pace()
+    comm.observers.pace = pace = Pace()
     comm.hosts_sum(cases[0].piece, 5)
     assert pace.said == ["settle", "resume"] * 2  # in between it adds
     results = [comm.hosts_sum_later(case.piece, number) for case, number in zip(cases, LATER, strict=True)]

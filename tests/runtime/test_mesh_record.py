@@ -67,8 +67,8 @@ def both_ways(rank: int, text: str, folder: str) -> tuple[bool, list[bool]]:
     with program.record(folder):
         recorded = train(program, evaluates=True)
         ends = [variant.built.comm for variant in program._variants._built.values()]
-        seen = [end.recorder is not None for end in ends]
-    return all(map(torch.equal, alone, recorded)), [*seen, *(end.recorder is not None for end in ends)]
+        seen = [end.observers.recorder is not None for end in ends]
+    return all(map(torch.equal, alone, recorded)), [*seen, *(end.observers.recorder is not None for end in ends)]
 
 
 def test_what_all_do_is_told_apart_from_what_ranks_of_a_host_do(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def faulty(rank: int, text: str, folder: str, compute_s: dict[int, float], data_
         program.clip_grad_norm_(1.0)
         optimizer.step()
         time.sleep(data_s.get(rank, 0.01))
-    recorder = program._comm.recorder
+    recorder = program._comm.observers.recorder
     assert recorder is not None
     recorder.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from hap.capture.narrow import narrowed
 from hap.cluster import ClusterSpec
 from hap.codegen.accumulate import find_accumulation
 from hap.codegen.lowering import lower
+from hap.codegen.passes.fuse import fuse_calls
 from hap.codegen.program import Call
 from hap.errors import PlanError
 from hap.graph import CAST, Graph, Value
@@ -272,6 +274,20 @@ def test_sums_over_hosts_are_narrow_and_give_what_is_wide_when_the_step_ends() -
         wide = [c for c in calls if dict(c.kwargs).get("dtype") == torch.float32]
         assert {c.args[1] for c in wide} >= set(later)
         assert all(program.held[str(c.outputs[0])].meta.dtype == torch.float32 for c in wide)
+
+
+def test_a_sum_over_hosts_is_made_in_no_narrower_dtype_than_it_had() -> None:
+    """Were the casts behind them the other way round, sums and casts would stay two calls."""
+    graph, plan = languages()[1], language_meshes()["hosts"]
+    program = lower(graph_of(graph, plan, 0), plan.inside_of(0))
+    sums = {c.outputs[0] for c in program.backward if isinstance(c, Call) and c.op == HOSTS_SUM}
+    casts = [c for c in program.backward if isinstance(c, Call) and c.op == CAST and c.inputs[0] in sums]
+    turned = dict(program.held)
+    for cast in casts:
+        for name, dtype in ((cast.inputs[0], torch.float32), (str(cast.outputs[0]), torch.bfloat16)):
+            turned[name] = turned[name]._replace(meta=replace(turned[name].meta, dtype=dtype))
+    calls = [sum(isinstance(i, Call) for i in fuse_calls(p).backward) for p in (program, replace(program, held=turned))]
+    assert calls[0] == calls[1] - len(casts) and len(casts) > 10
 
 
 # ---- several batches ----

@@ -41,8 +41,12 @@ EXACT = 1e-10  # float64: relative difference of losses, gradients and parameter
 def start_ranks(world_size: int, on_gpus: bool, work: Callable[..., Any], *args: Any) -> list[Any]:
     """``[work(device, *args) on each rank]``, each in its own process with a process group. The first failure of a
     rank is raised here, with its traceback."""
+    method = "spawn" if on_gpus else "forkserver"  # which imports everything once, but knows of no GPU
+    if not on_gpus:
+        multiprocessing.get_context(method).set_forkserver_preload(["benchmarks.gpu_check_train", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (world_size, on_gpus, folder, work, args), nprocs=world_size)
+        given = (world_size, on_gpus, folder, work, args)
+        multiprocessing.start_processes(_rank, given, nprocs=world_size, start_method=method)
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)]
 
 

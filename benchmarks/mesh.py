@@ -3,7 +3,8 @@
     python benchmarks/mesh.py [--quick] [--rounds 6] [--batches 4] [--clusters "slow networks"]
 
 Two or three hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the
-kernel shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed. The
+kernel shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed, in
+which the links inside hosts are as measured while all hosts use theirs. The
 losses of the first steps are compared; steps are those of the slowest rank, over several sessions of fresh processes.
 With ``--batches`` a step has so many, whose gradients are summed once, and both plans are for that; its results stand
 beside those for one (``mesh_batches``).
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import Report, Spread, parse
-from benchmarks.mesh_rank import cut, race
+from benchmarks.mesh_rank import cut, link_inside, race
 from benchmarks.testbed import Testbed
 from benchmarks.testbed.layout import played
 from hap.capture import capture
@@ -33,7 +35,6 @@ from hap.search.planner import plan_graph
 
 NAME = "mesh"
 ONE, TWO = "one axis", "two axes"
-INSIDE = Link(1e9, 1e-4)  # a namespace's loopback, about
 CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # of each host: TFLOP/s of a device; Mbit/s
     "equal hosts": ((1, 1), (1000, 1000)),
     "a fast host": ((3, 1), (1000, 1000)),
@@ -91,14 +92,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     rounds = options.extra.rounds or (2 if options.quick else 6)
     names = tuple(CLUSTERS)[:1] if options.quick else tuple(options.extra.clusters)
     rate = measure_host()
-    rows = []
+    rows, links = list[Row](), list[Link]()
     for name in names:
         with Testbed(cluster(name)) as bed:
-            told = played(cluster(name), rate, INSIDE)
+            inside = bed.run(link_inside, [host.ranks for host in bed.layout.hosts], timeout=60.0)[0]
+            links.append(inside)
+            told = played(cluster(name), rate, inside)
             for model, batch in QUICK if options.quick else CASES:
                 rows.append(run(bed, told, model, batch, name, rounds, batches))
                 print(rows[-1], flush=True)
     report.figure("batches_of_a_step", batches)
+    report.figure("inside_bytes_per_s", statistics.median(link.bandwidth for link in links))
+    report.figure("inside_latency_s", statistics.median(link.latency for link in links))
     write(report, rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,9 @@ import hap
 from benchmarks.race_models import MODELS
 from benchmarks.testbed.pace import Deadline, deadline
 from hap.build import BuiltModel
+from hap.cluster import Link
 from hap.mesh_plan import parse_plan
+from hap.runtime.emulate import measure_loopback
 
 RATE = 1e-3
 WARM, RECORDED, BLOCK = 3, 5, 3  # steps: before anything is recorded; recorded unstretched; of one turn
@@ -35,6 +37,14 @@ def cut(name: str, batch: int) -> BuiltModel:
         built = MODELS[name]()
     inputs, targets = built.example_inputs[:batch], built.example_targets[:batch]
     return BuiltModel(built.model, inputs, targets, built.loss_fn)
+
+
+def link_inside(rank: int, hosts: Sequence[Sequence[int]]) -> Link:
+    """Between ranks of one host, while those of all ``hosts`` exchange at once; hosts have equally many."""
+    torch.set_num_threads(1)
+    groups = [dist.new_group(list(ranks)) for ranks in hosts]
+    own = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+    return measure_loopback(len(hosts[own]), repeats=30, group=groups[own])
 
 
 class Contestant:

@@ -102,6 +102,7 @@ def test_gradients_that_are_narrow_already_are_exchanged_as_they_are() -> None:
     assert {o.name: o.why_not for o in found.options}["gradients in bfloat16"] == "no gradient is wider"
 
 
+@pytest.mark.long
 def test_what_fits_in_no_way_is_refused() -> None:
     tiny = TWO.replace("memory: 800MB", "memory: 1MB")
     with pytest.raises(HapError, match=r"33.595392MB; the 3 devices hold"):

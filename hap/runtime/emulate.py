@@ -108,11 +108,12 @@ class Core:
             self._tiny + self._tiny
 
 
-def measure_loopback(world_size: int, repeats: int = 10) -> Link:
+def measure_loopback(world_size: int, repeats: int = 10, group: dist.ProcessGroup | None = None) -> Link:
     """What one rank sends to the others while all do so, by Gloo's all-to-all. Collective: every rank calls it.
 
     Latency is the median time of a one-element exchange, bandwidth the slope up to 256 kB for each peer. The result is
-    the slowest rank's, so all ranks get the same numbers.
+    the slowest rank's, so all ranks get the same numbers. ``group``: the ``world_size`` ranks that this one exchanges
+    with, where all do so with a part of the ranks each.
     """
     if world_size == 1:
         return Link(1e9, 0.0)
@@ -123,7 +124,7 @@ def measure_loopback(world_size: int, repeats: int = 10) -> Link:
         for _ in range(repeats):
             dist.barrier()
             start = time.perf_counter()
-            dist.all_to_all_single(take, give)
+            dist.all_to_all_single(take, give, group=group)
             times.append(time.perf_counter() - start)
         return sorted(times)[repeats // 2]
 

@@ -83,9 +83,9 @@ def fuzz(
     return became
 
 
-def test_a_thousand_mutations() -> None:
-    became = fuzz(*small(), 950, seed=1, run_every=2) + fuzz(*large(), 50, seed=1, run_every=4)
-    assert became["refused as a file"] > 200 and became["refused for the graph"] > 100 and became["run"] > 50
+def test_hundreds_of_mutations() -> None:
+    became = fuzz(*small(), 380, seed=1, run_every=2) + fuzz(*large(), 20, seed=1, run_every=4)
+    assert became["refused as a file"] > 80 and became["refused for the graph"] > 40 and became["run"] > 20
 
 
 @pytest.mark.long

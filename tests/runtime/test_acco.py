@@ -98,7 +98,7 @@ def train_one(program: hap.HapProgram, data: Data, batches: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("data", "batches"), [(batch, 2), pytest.param(language, 2, marks=pytest.mark.long), (language, 4)]
+    ("data", "batches"), [(batch, 2), *(pytest.param(language, n, marks=pytest.mark.long) for n in (2, 4))]
 )
 def test_it_trains_by_the_papers_equations(data: Data, batches: int) -> None:
     """With a schedule, clipping, batches of two shapes, dropout and batch norm; on one axis and on two."""

@@ -163,7 +163,7 @@ def assert_same(results: list[Any], expected: Any) -> None:
     ("kind", "first", "second"),
     [
         ("adamw", (1, 3), (2, 2)),
-        ("fused", (3, 2), (4, 3)),
+        pytest.param("fused", (3, 2), (4, 3), marks=pytest.mark.long),
         pytest.param("momentum", (5, 3), (6, 4), marks=pytest.mark.long),
         ("sgd", (7, 2), (8, 1)),
     ],
@@ -175,7 +175,7 @@ def test_another_plan_on_other_ranks_goes_on(kind, first, second, tmp_path):
     assert_same(results, expected)
 
 
-@pytest.mark.parametrize("mesh_first", [True, False])
+@pytest.mark.parametrize("mesh_first", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_between_one_axis_and_two(mesh_first, tmp_path):
     mesh, plan = any_mesh((2, 1), (4, 2), 1).to_json(), any_plan(2, 2).to_json()
     (first, ranks), (second, other_ranks) = ((mesh, 3), (plan, 2))[:: 1 if mesh_first else -1]

@@ -14,15 +14,16 @@ from tests.runtime.test_features_batches import apart
 from tests.runtime.test_no_sync import compiled, language
 
 TOLERANCE = 1e-9
+STEPS = (8, 1), (8, 2), (5, 1), (8, 1)  # samples of a batch; batches of a step
 
 
-def train(rank: int, plan: Plan, backend: str) -> list[float]:
-    """Errors of losses and gradients of a step, of a smaller batch, of two batches whose gradients are exchanged once,
-    and of an evaluation."""
+def train(rank: int, plan: Plan, backend: str, steps: int = len(STEPS)) -> list[float]:
+    """Errors of losses and gradients of the first so many of ``STEPS``, and of an evaluation. Of a step's batches
+    gradients are exchanged once."""
     program, model = compiled(plan, language), gpt2.build()
     program.compile(backend=backend)
     errors = []
-    for number, (size, batches) in enumerate([(8, 1), (5, 1), (8, 2), (8, 1)]):
+    for number, (size, batches) in enumerate(STEPS[:steps]):
         program.zero_grad(), model.zero_grad()
         for last in range(batches):
             x, y = language(number, size)
@@ -44,10 +45,13 @@ def train(rank: int, plan: Plan, backend: str) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("plan", [pytest.param("data", marks=pytest.mark.long), "zero"])
-def test_parts_between_collectives(plan: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "steps"),
+    [("zero", 2), *(pytest.param(plan, len(STEPS), marks=pytest.mark.long) for plan in ("data", "zero"))],
+)
+def test_parts_between_collectives(plan: str, steps: int) -> None:
     made = cases.data_parallel((5, 3)) if plan == "data" else cases.zero((5, 3), regather=True)
-    for errors in run_ranks(2, train, made, "aot_eager"):
+    for errors in run_ranks(2, train, made, "aot_eager", steps):
         assert len(errors) > 20 and max(errors) < TOLERANCE
 
 

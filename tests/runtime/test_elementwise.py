@@ -345,7 +345,7 @@ def go_on(rank: int, text: str, directory: str) -> list[float]:
     return steps(program, chosen, range(1, STEPS))
 
 
-@pytest.mark.parametrize("owned_first", [True, False])
+@pytest.mark.parametrize("owned_first", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_momentum_goes_on_from_the_owner_to_all_and_back(owned_first: bool, tmp_path: Path) -> None:
     pins = hap.Pins(placements={"args.0": "S(0)", "*": "S(0)", "head.bias": "R"})
     owned = hap.plan(model(), CLUSTER, example_inputs=ids(), optimizer="muon", pins=pins).to_json()

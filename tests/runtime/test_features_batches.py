@@ -124,7 +124,10 @@ def accumulate_one(plan: Plan, language: bool) -> list[float]:
     return [*found, *(apart(state[n].double(), b.double()) for n, b in model.named_buffers())]
 
 
-@pytest.mark.parametrize("language", [False, True], ids=["batch norm and dropout", "gpt2"])
+@pytest.mark.parametrize(
+    "language",
+    [pytest.param(False, id="batch norm and dropout"), pytest.param(True, id="gpt2", marks=pytest.mark.long)],
+)
 def test_micro_steps_and_smaller_batches_are_those_of_one_process(language: bool) -> None:
     plans = {"zero": cases.zero((5, 0, 3)), "tensor": cases.tensor_parallel((3, 2, 1))} if language else net_plans()
     for rank in run_ranks(3, accumulate, plans, language):

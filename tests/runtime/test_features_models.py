@@ -179,7 +179,7 @@ def compile_it(rank: int, plan: Plan, backend: str, in_place: bool) -> float:
 
 @pytest.mark.parametrize(
     ("backend", "in_place"),
-    [pytest.param("eager", False, marks=pytest.mark.long), ("inductor", False), ("eager", True)],
+    [*(pytest.param(backend, False, marks=pytest.mark.long) for backend in ("eager", "inductor")), ("eager", True)],
 )
 def test_torch_compile_over_a_program_changes_nothing(backend: str, in_place: bool) -> None:
     found = choices(capture(heads(), batch(0)))

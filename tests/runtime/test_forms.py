@@ -112,7 +112,7 @@ def play(rank: int, made: Plan, whole: bool) -> float:
     return worst
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_adversaries_in_turns_are_trained_as_on_one_device(whole: bool) -> None:
     errors = run_ranks(3, play, plan(Adversaries, FIRST), whole)
     assert max(errors) < TOLERANCE, errors

@@ -68,7 +68,7 @@ def zoo_step(rank: int, name: str, text: str) -> tuple[Any, Any, Any]:
         pytest.param("gpt2", (1, 2), (3, 4), 1, marks=pytest.mark.long),
         ("hap_bert_moe", (2, 2), (3, 5), 2),
         ("resnet50", (3, 1), (6, 2), 3),
-        ("lstm", (1, 1, 2), (2, 2, 3), 4),
+        pytest.param("lstm", (1, 1, 2), (2, 2, 3), 4, marks=pytest.mark.long),
         pytest.param("ddpm", (2, 1), (4, 3), 5, marks=pytest.mark.long),
     ],
 )
@@ -330,7 +330,10 @@ ALONE = """  - name: alone
 
 @pytest.mark.parametrize(
     ("ranks", "batches", "seed"),
-    [((2, 1), (5, 3), None), pytest.param((1, 2), (2, 6), 5, marks=pytest.mark.long), ((2, 2), (4, 4), 6)],
+    [
+        ((2, 1), (5, 3), None),
+        *(pytest.param(*p, marks=pytest.mark.long) for p in (((1, 2), (2, 6), 5), ((2, 2), (4, 4), 6))),
+    ],
 )
 def test_other_batches_evaluation_and_other_calls_are_one_devices(ranks, batches, seed):
     """The losses of two tasks in turns, of smaller batches, and of evaluation between them."""

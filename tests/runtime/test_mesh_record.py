@@ -151,7 +151,7 @@ def planned() -> MeshPlan:
     ("compute_s", "data_s", "syndrome", "rank"),
     [
         ({}, {2: 0.3}, "late between steps", 2),
-        ({1: 0.3}, {}, "compute straggler", 1),
+        pytest.param({1: 0.3}, {}, "compute straggler", 1, marks=pytest.mark.long),
     ],
 )
 def test_the_rank_that_keeps_hosts_waiting_is_found(

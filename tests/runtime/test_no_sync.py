@@ -115,7 +115,7 @@ def net_meshes() -> dict[str, MeshPlan]:
     ("data", "make_plans"),
     [
         pytest.param(batch, net_plans, id="batch norm and dropout"),
-        pytest.param(language, language_plans, id="gpt2"),
+        pytest.param(language, language_plans, id="gpt2", marks=pytest.mark.long),
         pytest.param(language, other_language_plans, id="gpt2, other plans", marks=pytest.mark.long),
         pytest.param(batch, net_meshes, id="batch norm and dropout, two axes"),
         pytest.param(language, language_meshes, id="gpt2, two axes", marks=pytest.mark.long),
@@ -359,7 +359,7 @@ def leave_out(rank: int, plan: Plan | MeshPlan, frozen: bool) -> float:
     return max(worst, worst_gradient(program, model))
 
 
-@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_what_is_left_out_of_all_passes_stays_out_and_what_is_handed_out_is_summed(frozen: bool) -> None:
     assert max(run_ranks(3, leave_out, cases.data_parallel((5, 2, 1)), frozen)) < TOLERANCE
     assert max(run_ranks(3, leave_out, cases.zero((5, 2, 1)), frozen)) < TOLERANCE

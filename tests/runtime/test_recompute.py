@@ -106,6 +106,7 @@ def peak(plan: Plan) -> int:
     return seen.least_peak(lambda: program(given[0], targets=(given[1],)).backward(), program.zero_grad)
 
 
+@pytest.mark.long
 def test_the_ledger_knows_what_unequal_ranks_hold() -> None:
     """Parameters in shards and gathered again, the batch dealt 5:0:3: the rank with most of it, with nothing repeated
     and with all that blocks offer, within 5 %."""

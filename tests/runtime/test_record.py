@@ -60,7 +60,7 @@ def both_ways(rank: int, plan: Plan, folder: str) -> bool:
     return all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(alone, recorded, after, strict=True))
 
 
-@pytest.mark.parametrize("name", ["data", "zero", "any"])
+@pytest.mark.parametrize("name", [pytest.param("data", marks=pytest.mark.long), "zero", "any"])
 def test_a_recorded_job_computes_the_same_and_tells_all(name: str, tmp_path: Path) -> None:
     plan = net_plans()[name]
     assert run_ranks(RANKS, both_ways, plan, str(tmp_path)) == [True] * RANKS

@@ -147,7 +147,7 @@ def run_whole(rank: int, made: dict[str, Plan | MeshPlan], steps_taken: int, exp
     return found
 
 
-@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("batches", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_on_real_ranks_too_and_over_several_batches(batches: int) -> None:
     """No plan is told of ``reduce_dtype`` again: it brings its own. Of three batches the sums are no longer exact in
     bfloat16 but where they are small; in float16 they are."""
@@ -223,7 +223,7 @@ def samples(batches: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {name: (total[name], sizes[name]) for name in total}
 
 
-@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_language_model_is_within_the_rounding_of_parts_and_sums(batches: int) -> None:
     """Of the tied weight each rank adds two terms, rounded each: their parts are larger than their sum's, by as much
     as the two readers' gradients differ, for which four times the bound is enough here."""

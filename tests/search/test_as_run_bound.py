@@ -102,7 +102,7 @@ def drawn(problem: Problem, seed: int) -> Iterator[Found]:
         ("mixer", WHOLE, SLOW),
         ("gpt2", FREE, SLOW),
         ("gpt2", SHARDED, FAST),
-        ("experts", FREE, FAST),
+        pytest.param("experts", FREE, FAST, marks=pytest.mark.long),
         ("experts", SHARDED, SLOW),
     ],
 )

@@ -164,7 +164,7 @@ def held(rank: int, plan: Plan | MeshPlan) -> tuple[int, int]:
     return most, needs
 
 
-@pytest.mark.parametrize("name", ["data", "zero"])
+@pytest.mark.parametrize("name", [pytest.param("data", marks=pytest.mark.long), "zero"])
 def test_the_ledger_holds_what_batches_leave(name: str) -> None:
     """Never less than a rank holds, and for data parallel, whose gradients wait whole, hardly more."""
     plan = cases.data_parallel((5, 2, 1)) if name == "data" else cases.zero((5, 2, 1))

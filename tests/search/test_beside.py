@@ -114,7 +114,7 @@ def test_without_a_second_core_none_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     "devices",
     [
         hosts(*[(1, 1)] * 6, *[(0.5, 1)] * 2, network="2GB/s"),
-        hosts(*[(1, 1)] * 4, *[(0.7, 1)] * 2, *[(0.5, 1)] * 2, network="1GB/s"),
+        pytest.param(hosts(*[(1, 1)] * 4, *[(0.7, 1)] * 2, *[(0.5, 1)] * 2, network="1GB/s"), marks=pytest.mark.long),
     ],
 )
 def test_the_plan_is_the_same_with_and_without_it(devices: ClusterSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,7 @@ def test_sends_the_gradient_where_it_is_smaller() -> None:
     assert not [c for c in plan.conversions if c.collective == "all_gather" and c.nbytes == 512 * 16 * 4]
 
 
+@pytest.mark.long
 def test_parameters_in_shards_are_a_beginning_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, one a mixture of 16 experts, on 16 unlike GPUs: no other round comes to so short a step."""
     with torch.device("meta"):

@@ -106,6 +106,7 @@ def test_a_bound_begun_where_another_ended_is_the_bound_begun_from_nothing() -> 
         assert together.bound_s(one, 0.0) == pytest.approx(alone_s, rel=1e-6) and alone_s > 0.0
 
 
+@pytest.mark.long
 def test_of_more_than_is_enough_no_more_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the least of all any less for it, and whoever asks for more gets it."""
     tried = exchanging()

@@ -92,7 +92,7 @@ def test_where_sums_are_dear_several_batches_are_dealt_out_by_speed() -> None:
 # ---- bytes ----
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 1)])
+@pytest.mark.parametrize("ranks", [pytest.param((2, 1), marks=pytest.mark.long), (1, 1)])
 def test_the_ledger_holds_what_batches_leave(ranks: tuple[int, int]) -> None:
     """Never less than a rank holds; on a host of one rank, whose gradients wait whole, hardly more."""
     graph = gpt2.graph()

@@ -90,7 +90,7 @@ def test_memory_that_the_program_does_not_see_is_kept_free(monkeypatch: pytest.M
     assert found.fits and found.cost[1] <= honest.cost[1] * 1.1
 
 
-@pytest.mark.parametrize("limit", ["FEW_NODES", "FEW_VARIABLES"])
+@pytest.mark.parametrize("limit", [pytest.param("FEW_NODES", marks=pytest.mark.long), "FEW_VARIABLES"])
 def test_a_plan_is_found_whatever_it_costs(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """Where nothing is so cheap, first with calls made again, then without any limit."""
     plain = plan_graph(MODEL, devices(TIGHT_MB))

@@ -284,7 +284,11 @@ with Testbed(ClusterSpec.load(sys.argv[1]), sys.argv[2]) as bed:
 
 @pytest.mark.parametrize(
     ("mode", "ending"),
-    [("deadline", signal.SIGKILL), ("quota", signal.SIGINT), ("quota", signal.SIGKILL)],
+    [
+        pytest.param("deadline", signal.SIGKILL, marks=pytest.mark.long),
+        ("quota", signal.SIGINT),
+        pytest.param("quota", signal.SIGKILL, marks=pytest.mark.long),
+    ],
     ids=lambda given: str(getattr(given, "name", given)),
 )
 def test_a_program_that_is_ended_takes_its_ranks_along(cluster_file: str, mode: str, ending: signal.Signals) -> None:

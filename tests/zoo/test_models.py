@@ -41,6 +41,7 @@ def test_a_batch_dealt_to_hosts_equals_one_device(small):
     )
 
 
+@pytest.mark.long
 def test_no_rule_is_missing_at_the_published_size_where_operators_differ_most():
     for name in ("mixtral", "hap_vit_moe"):
         assert missing(captured(find(name).build("real"))) == ()

@@ -37,6 +37,7 @@ from hap.search import milp
 from hap.search.astar import synthesise
 from hap.search.classes import Candidates
 from hap.search.milp import Skeleton, make_skeleton
+from hap.search.payers import NodePayer
 from hap.search.prices import Facts
 from hap.search.tables import Coefficients, Prices, Tables
 from hap.search.theory import Bill, Clock, background_theory, bill_prices, unmerged
@@ -185,7 +186,7 @@ class _Costs:
     def of(cls, skeleton: Bill, coefficients: Coefficients) -> _Costs:
         nodes, conversions = {}, {}
         for payer in skeleton.payers:
-            if isinstance(payer, milp.NodePayer):
+            if isinstance(payer, NodePayer):
                 nodes[skeleton.classes.nodes[payer.node_class].members[0], payer.option] = payer.variables[0]
             else:
                 conversions[payer.values[0], payer.sources[0], payer.targets[0]] = payer.variables[0]

@@ -38,7 +38,8 @@ from hap.plan import Plan, Strategy
 from hap.rules.choices import Choices, choices
 from hap.search import Pins, plan_graph
 from hap.search.classes import Classes, find_classes
-from hap.search.milp import NodePayer, Skeleton, choose, make_skeleton
+from hap.search.milp import Skeleton, choose, make_skeleton
+from hap.search.payers import NodePayer
 from hap.search.pins import pinned_candidates
 from hap.search.tables import Coefficients, Held
 

@@ -20,7 +20,7 @@ of every device is left for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from hap.conversion import Need, collective_kind, required_results
 from hap.cost_models.optimizers import optimizer_state_bytes
+from hap.cost_models.pieces import local_bytes, many_local_bytes
 from hap.cost_models.staging import UNASKED, Pieces, staging_bytes
 from hap.cost_models.strides import Strides, find_strides
 from hap.cost_models.work import is_view
@@ -62,31 +63,6 @@ class MemoryUse:
 def usable_bytes(memory_bytes: int) -> int:
     """What a plan may use of a device's memory."""
     return int(memory_bytes * (1 - RESERVE_FRACTION))
-
-
-def local_bytes(nbytes: int, placement: Placement, sizes: GroupSizes, world_size: int) -> Array:
-    """Bytes of every rank's piece of a value of ``nbytes`` (N,)."""
-    if isinstance(placement, Shard):
-        return np.array(sizes[placement.group], dtype=np.float64) * (nbytes // placement.n)
-    return np.full(world_size, float(nbytes))
-
-
-def many_local_bytes(pieces: Iterable[tuple[int, Placement]], sizes: GroupSizes, world_size: int) -> Array:
-    """The same of many (P, N): (bytes of the whole, placement) each."""
-    rows, vectors = dict[str, int](), [np.ones(world_size)]
-    row, factor = list[int](), list[float]()
-    for nbytes, placement in pieces:
-        if not isinstance(placement, Shard):
-            row.append(0)
-            factor.append(nbytes)
-            continue
-        if placement.group not in rows:
-            rows[placement.group] = len(vectors)
-            vectors.append(np.array(sizes[placement.group], dtype=np.float64))
-        row.append(rows[placement.group])
-        factor.append(nbytes // placement.n)
-    found: Array = np.array(vectors)[np.array(row, dtype=np.intp)] * np.array(factor, dtype=np.float64)[:, None]
-    return found
 
 
 def memory_use(

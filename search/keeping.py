@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hap.cost_models.memory import local_bytes
+from hap.cost_models.pieces import local_bytes
 from hap.placement import GroupSizes
 from hap.plan import Recomputed, Strategy
 from hap.search.blocks import LEVELS

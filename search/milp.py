@@ -46,10 +46,10 @@ from numpy.typing import NDArray
 from ortools.math_opt import model_pb2, solution_pb2
 
 from hap.fabric import Array
-from hap.graph import Value
 from hap.placement import Partial, Placement
 from hap.search.branches import Decision
 from hap.search.classes import Classes, Slot, ValueClass
+from hap.search.payers import ConversionPayer, NodePayer
 from hap.search.protos import HIGHS, Solution, branching, fill_matrix, solve_once, with_rows
 from hap.search.warm import WarmProgram
 
@@ -86,26 +86,6 @@ class Choice:
     def gap(self) -> float:
         """(objective - bound) / objective."""
         return max(0.0, 1.0 - self.bound_s / self.objective_s) if self.objective_s > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class NodePayer:
-    """The variables (one) that pay for option ``option`` of node class ``node_class``."""
-
-    variables: tuple[int, ...]
-    node_class: int
-    option: int
-
-
-@dataclass(frozen=True)
-class ConversionPayer:
-    """The variables whose sum is c[v,p,q]. Member m pays for converting ``values[m]`` from sources[m] to targets[m]."""
-
-    variables: tuple[int, ...]
-    values: tuple[Value, ...]
-    sources: tuple[Placement, ...]
-    targets: tuple[Placement, ...]
-    copy: str
 
 
 @dataclass

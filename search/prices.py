@@ -25,8 +25,8 @@ from hap.cluster import ClusterSpec
 from hap.conversion import collective_kind
 from hap.cost_models.compute import Calls, ComputeTable, Parts
 from hap.cost_models.evaluate import Evaluator, UpdateTable
-from hap.cost_models.memory import local_bytes
 from hap.cost_models.optimizers import optimizer_state_bytes, update_flops
+from hap.cost_models.pieces import local_bytes
 from hap.cost_models.work import is_view
 from hap.deferral import ONE, Batches
 from hap.fabric import Array

@@ -27,7 +27,7 @@ from hap.codegen.program import Call, Convert, Instruction, Program, Start, Toge
 from hap.cost_models.collective import collective_coefficients, shares
 from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeTable, Parts
 from hap.cost_models.fold import Cluster
-from hap.cost_models.memory import many_local_bytes
+from hap.cost_models.pieces import many_local_bytes
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue

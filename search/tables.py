@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeVar, cast
 
@@ -23,13 +23,15 @@ from hap.cost_models.collective import shares
 from hap.cost_models.compute import ComputeTable, Parts
 from hap.cost_models.evaluate import UpdateTable
 from hap.cost_models.fold import Cluster, FoldedCluster, device_numbers
-from hap.cost_models.memory import many_local_bytes
 from hap.cost_models.optimizers import update_flops
+from hap.cost_models.pieces import many_local_bytes
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import GroupSizes, Placement, Shard, Sizes
 from hap.plan import Collective
-from hap.search.milp import ConversionPayer, NodePayer, Skeleton
+from hap.search.entries import Entries
+from hap.search.milp import Skeleton
+from hap.search.payers import ConversionPayer, NodePayer
 from hap.search.prices import MOMENTS, Facts
 from hap.search.wires import Wanted, Wires
 
@@ -73,46 +75,6 @@ class Coefficients(NamedTuple):
         return self.held.bytes
 
 
-@dataclass
-class _Entries:
-    """(payer, what, weight (W,), or a number if W is 1) many times; ``what`` is numbered in order of appearance."""
-
-    width: int
-    numbers: dict[object, int] = field(default_factory=dict)
-    places: dict[tuple[int, int], int] = field(default_factory=dict)
-    weights: list[Array | float] = field(default_factory=list)
-
-    def add(self, payer: int, what: object, weight: Array | float) -> None:
-        place = (payer, self.numbers.setdefault(what, len(self.numbers)))
-        if place in self.places:
-            self.weights[self.places[place]] = self.weights[self.places[place]] + weight
-        else:
-            self.places[place] = len(self.weights)
-            self.weights.append(weight)
-
-    def sum(self, values: Array, payers: int) -> Array:
-        """values (what, R) -> (W, R, payers): weighted."""
-        if not self.places:
-            return np.zeros((self.width, values.shape[1], payers))
-        payer, what = self._where
-        total = np.empty((self.width, values.shape[1], payers))
-        for r, of_rank in enumerate(np.ascontiguousarray(values.T)[:, what]):
-            for w, weights in enumerate(self._table):
-                total[w, r] = np.bincount(payer, of_rank * weights, payers)
-        return total
-
-    @cached_property
-    def _where(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(payer, what) of every entry."""
-        payer, what = np.array(list(self.places), dtype=np.int64).T
-        return np.ascontiguousarray(payer), np.ascontiguousarray(what)
-
-    @cached_property
-    def _table(self) -> Array:
-        """(W, entries)."""
-        return np.ascontiguousarray(np.array(self.weights).reshape(len(self.weights), self.width).T)
-
-
 class _Conversion(NamedTuple):
     nbytes: int
     source: Placement
@@ -144,8 +106,8 @@ class Tables:
     pinned: bool = False
 
     def __post_init__(self) -> None:
-        self.calls, self.updates, self.conversions = _Entries(1), _Entries(1), _Entries(1)
-        self.held, self.copies = _Entries(MOMENTS), _Entries(MOMENTS)
+        self.calls, self.updates, self.conversions = Entries(1), Entries(1), Entries(1)
+        self.held, self.copies = Entries(MOMENTS), Entries(MOMENTS)
         self._signatures: dict[object, Parts] = {}
         self._summed: dict[object, Array] = {}
         self._copied: dict[object, Array | None] = {}
@@ -354,7 +316,7 @@ class Prices:
         flops = np.array([flops for *_, flops in whats]).reshape(-1, 1)
         return UpdateTable(self.cluster, self.facts.optimizer).seconds(own, flops) / self.facts.batches.count
 
-    def _local(self, entries: _Entries) -> Array:
+    def _local(self, entries: Entries) -> Array:
         """Bytes of every (placement, bytes of the whole) on every rank (what, N)."""
         whats = cast(Iterable[tuple[Placement, int]], entries.numbers)
         return many_local_bytes(((nbytes, p) for p, nbytes in whats), self.here, self.cluster.world_size)

@@ -33,7 +33,8 @@ from typing import Literal, NamedTuple
 from hap.graph import Graph, Value
 from hap.placement import Placement
 from hap.search.classes import Candidates, Classes, NodeClass, _together, _value_classes
-from hap.search.milp import NodePayer, Skeleton
+from hap.search.milp import Skeleton
+from hap.search.payers import NodePayer
 from hap.search.tables import Coefficients, Held, Prices
 
 Clock = Literal["node", "stage", "step"]

@@ -51,6 +51,13 @@ class Signature:
             raise ProgramError(f"the program reads input {unknown[0]}, which the example inputs do not have")
         return cls(feeds, example.rebuild([t.detach().to("meta") for _, t in example.named]))
 
+    def call(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> StepInputs:
+        """Of a program that is called so; a model's own ``targets=`` keyword is one where the loss takes none."""
+        if targets is not None and not any(path.startswith("targets.") for path in self.feeds):
+            return StepInputs(args, {**kwargs, "targets": targets}, ())
+        loss_args = targets if isinstance(targets, (tuple, list)) else () if targets is None else (targets,)
+        return StepInputs(args, kwargs, tuple(loss_args))
+
     def read(self, call: StepInputs, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Program name -> local tensor, checked. ProgramError says what is wrong with the first that is."""
         given = dict(call.named)

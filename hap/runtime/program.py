@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from hap.capture.autocast import Autocast
-from hap.capture.inputs import StepInputs, step_inputs
+from hap.capture.inputs import step_inputs
 from hap.codegen.passes.runner import Change
 from hap.codegen.program import Program
 from hap.codegen.source import to_python
@@ -166,7 +166,7 @@ class HapProgram(nn.Module):
                 f"{'without it' if self._autocast is None else f'for {self._autocast}'}: call hap.compile inside of it"
             )
         self._written.warn()
-        call = self._call(args, targets, kwargs)
+        call = self._variants.first.signature.call(args, targets, kwargs)
         variant = self._variants.choose(call, self.training)
         given = variant.signature.read(call, self._comm.rank, self._comm.device)
         sources = {**variant.state, **given, **self._seeded(variant)}
@@ -179,8 +179,7 @@ class HapProgram(nn.Module):
         else:
             loss, found = variant.step.evaluate(sources)
             updates.update(found)
-        returned, kept = split_outputs(updates)
-        self._outputs = returned
+        self._outputs, kept = split_outputs(updates)
         with torch.no_grad():
             for target, value in kept.items():
                 self._shares[target].copy_(value)
@@ -295,8 +294,7 @@ class HapProgram(nn.Module):
         """
         if args or kwargs:
             raise ProgramError("state_dict of a compiled program takes no arguments: it is the whole model's")
-        whole: dict[str, torch.Tensor] = {}
-        found: dict[str, torch.Tensor] = {}
+        whole, found = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, slot in self._tensors.state_names:
             if slot.name not in whole:
                 whole[slot.name] = whole_tensor(slot, self._shares[slot.name], self._comm)
@@ -400,11 +398,3 @@ class HapProgram(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise ProgramError("a compiled program cannot be moved or cast; compile it with device= and the model's dtype")
-
-    def _call(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> StepInputs:
-        """The step's inputs; a model's own ``targets=`` keyword is one where the loss function takes none."""
-        feeds = self._variants.first.signature.feeds
-        if targets is not None and not any(path.startswith("targets.") for path in feeds):
-            return StepInputs(args, {**kwargs, "targets": targets}, ())
-        loss_args = targets if isinstance(targets, (tuple, list)) else () if targets is None else (targets,)
-        return StepInputs(args, kwargs, tuple(loss_args))

@@ -225,9 +225,7 @@ class Exchange:
             Splits(_lengths(self._returning), _lengths(self._taking)),
         )
 
-    def sum(
-        self, pieces: Sequence[torch.Tensor], move: Move, dtype: torch.dtype | None = None
-    ) -> list[torch.Tensor]:
+    def sum(self, pieces: Sequence[torch.Tensor], move: Move, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
         """What this rank holds of each site -> the same of its sum over hosts, new and contiguous, cast to ``dtype`` if
         that is given. Collective; ``move`` makes one round. ProgramError for a piece of another shape, or for several
         dtypes."""

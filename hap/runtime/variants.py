@@ -250,9 +250,7 @@ class Variants:
             known = [self._any(key, training).signature for key in keys]
             seen = ([dict(s.local_shapes(rank)) for s in known] for rank in range(self._comm.world_size))
             self._doubtful[asked] = any(
-                _may_be_either(one, other, paths)
-                for shapes in seen
-                for one, other in itertools.combinations(shapes, 2)
+                _may_be_either(one, other, paths) for shapes in seen for one, other in itertools.combinations(shapes, 2)
             )
         return self._doubtful[asked]
 

@@ -134,4 +134,5 @@ def test_a_smaller_batch_has_the_same_casts() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = nn.functional.cross_entropy(net()(x), y)
     assert program(*share, targets=targets).item() == pytest.approx(expected.item(), rel=2**-8)
-    assert "torch.bfloat16" in program._variants.choose(program._call((x,), y, {}), True).step.forward_module.code
+    call = program._variants.first.signature.call((x,), y, {})
+    assert "torch.bfloat16" in program._variants.choose(call, True).step.forward_module.code

@@ -8,6 +8,7 @@ from hap.search import astar, milp, plan_graph
 from hap.search.astar import synthesise
 from hap.search.classes import find_classes
 from hap.search.milp import make_skeleton
+from hap.search.payers import NodePayer
 from hap.search.prices import Facts
 from hap.search.rounding import round_shares
 from hap.search.tables import Prices, Tables
@@ -55,7 +56,7 @@ def test_memory_that_binds_is_obeyed_and_costs_time():
     loose = synthesise(background_theory(bill, itemised.coefficients()))
     held = itemised.coefficients().held_bytes
     numbers = {
-        (p.node_class, p.option): i for i, p in enumerate(bill.payers) if isinstance(p, milp.NodePayer)
+        (p.node_class, p.option): i for i, p in enumerate(bill.payers) if isinstance(p, NodePayer)
     }  # of the options only
     used = sum(held[:, :, numbers[a, i]] for a, i in enumerate(loose.picks)).max()
     tight = priced(mlp(64, 512), FASTER_AND_SLOWER, merged=False, capacity=0.95 * used)

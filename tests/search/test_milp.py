@@ -14,7 +14,8 @@ from hap.graph import Graph, Node, TensorMeta, Value, verify_graph
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
 from hap.search.classes import find_classes, read_again
-from hap.search.milp import NodePayer, Skeleton, choose, make_skeleton
+from hap.search.milp import Skeleton, choose, make_skeleton
+from hap.search.payers import NodePayer
 from hap.search.tables import Coefficients, Held
 
 RANKS = 2

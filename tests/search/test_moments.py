@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hap.cluster import ClusterSpec
-from hap.cost_models.memory import local_bytes
+from hap.cost_models.pieces import local_bytes
 from hap.order import program_parts
 from hap.rules.choices import Choices, replicated
 from hap.search.found import Found

@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append(run(bed, told, model, batch, name, rounds, batches))
                 print(rows[-1], flush=True)
     report.figure("batches_of_a_step", batches)
-    report.figure("inside_bytes_per_s", statistics.median(link.bandwidth for link in links))
-    report.figure("inside_latency_s", statistics.median(link.latency for link in links))
+    report.figure("inside_bytes_per_s", statistics.median(link.bandwidth_bytes_per_s for link in links))
+    report.figure("inside_latency_s", statistics.median(link.latency_s for link in links))
     write(report, rows)
 
 

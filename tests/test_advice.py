@@ -63,6 +63,7 @@ def test_the_slow_device_is_advised_against() -> None:
     )
 
 
+@pytest.mark.long
 def test_what_does_not_fit_whole_may_fit_in_parts() -> None:
     """Activations of 8,192 samples fill the devices, and those of a part do not."""
     small = TWO.replace("memory: 800MB", "memory: 80MB")

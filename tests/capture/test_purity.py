@@ -27,6 +27,7 @@ def test_two_captures_are_identical() -> None:
     assert gpt2_fingerprint() == gpt2_fingerprint()
 
 
+@pytest.mark.long
 def test_the_hash_seed_does_not_matter() -> None:
     code = "from tests.capture.test_purity import gpt2_fingerprint as f; print(f())"
     run = subprocess.run(

@@ -313,6 +313,7 @@ def deep_graph() -> Graph:
     return capture(deep(), (ids(),), loss_fn=gpt2.lm_loss, example_targets=ids(), name="deep")
 
 
+@pytest.mark.long
 def test_less_is_held_and_the_ledger_knows_how_much(deep_graph: Graph) -> None:
     """Nothing repeated, what is cheap, and all that blocks offer: each time the peak is foretold within 5 %."""
     blocks, plain = find_blocks(deep_graph), replicated_plan(deep_graph)

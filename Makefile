@@ -10,7 +10,7 @@ PINS    := $(VENV)/constraints.txt
 TYPED   := .cache/typed
 SOURCES := hap cost_models search codegen tests benchmarks examples docs setup.py
 
-.PHONY: help venv test test-long lint format demo docs readme golden wheel clean
+.PHONY: help venv test unit test-long lint format demo docs readme golden wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,8 +39,11 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]' -c $(PINS)
 	@touch $@
 
-# A file's tests stay together, as they share what was made for them.
-test: lint
+# mypy knows one core. A file's tests stay together, as they share what was made for them.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 lint unit
+
+unit: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile -m "not long" $(ARGS)
 
 test-long: $(STAMP)

@@ -21,7 +21,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_3(capsys: pytest.CaptureFixture
     assert out == "" and err.startswith("no GPU here: nothing was checked") and err.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_whole_rehearsal(tmp_path: Path) -> None:
     assert main(["--cpu", "--out", str(tmp_path)]) == 0

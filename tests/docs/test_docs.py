@@ -84,6 +84,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == [p.name for p in PAGES]
 
 
+@pytest.mark.long
 def test_the_steps_of_the_workflow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GitHub runs them, ``bash -e``, in a repository with a golden plan: 0 while it holds, 1 once it got worse."""
     import yaml

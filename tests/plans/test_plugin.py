@@ -63,6 +63,7 @@ def test_two_checks_in_one_test_need_names(tmp_path: Path) -> None:
         check(fixture)
 
 
+@pytest.mark.long
 def test_the_option_and_the_fixture_come_with_the_package(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import torch\n"

@@ -251,6 +251,7 @@ def average(rank: int, text: str, directory: str) -> tuple[State, float, float]:
     return arrays(found), by_average, by_parameters
 
 
+@pytest.mark.long
 def test_averages_of_shares_are_shares_of_averages(tmp_path):
     (first, *others) = run_ranks(3, average, any_plan(1, 3).to_json(), str(tmp_path))
     alone = average(0, replicated_plan(found().graph).to_json(), str(tmp_path / "alone"))

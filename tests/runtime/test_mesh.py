@@ -375,6 +375,7 @@ def searched(rank: int) -> tuple[float, float]:
     return abs(float(loss.detach() - expected)), float(max(errors))
 
 
+@pytest.mark.long
 def test_a_searched_plan_runs_as_any_other():
     for loss_error, gradient_error in run_ranks(3, searched):
         assert loss_error <= TOLERANCE and gradient_error <= TOLERANCE

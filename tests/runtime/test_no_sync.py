@@ -420,6 +420,7 @@ def test_on_two_axes_what_is_left_out_stays_out_and_what_is_handed_out_is_summed
     assert max(run_ranks(3, leave_out, make_mesh(gpt2.graph(), (2, 1), (5, 3)), frozen)) < TOLERANCE
 
 
+@pytest.mark.long
 def test_on_two_axes_zero_grad_drops_what_was_not_summed() -> None:
     for errors in run_ranks(3, drop_and_go_on, make_mesh(gpt2.graph(), (1, 2), (3, 5))):
         assert len(errors) == 2 and max(errors) < TOLERANCE

@@ -223,7 +223,8 @@ def samples(batches: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     return {name: (total[name], sizes[name]) for name in total}
 
 
-@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.long
+@pytest.mark.parametrize("batches", [1, 3])
 def test_a_language_model_is_within_the_rounding_of_parts_and_sums(batches: int) -> None:
     """Of the tied weight each rank adds two terms, rounded each: their parts are larger than their sum's, by as much
     as the two readers' gradients differ, for which four times the bound is enough here."""

@@ -63,7 +63,7 @@ def three_kinds() -> ClusterSpec:
     return hosts(*[(1, 1)] * 4, *[(0.7, 1)] * 2, *[(0.5, 1)] * 2, network="1GB/s")
 
 
-@pytest.mark.parametrize("apart", [pytest.param(True, marks=FORKS), False])
+@pytest.mark.parametrize("apart", [pytest.param(True, marks=FORKS), pytest.param(False, marks=pytest.mark.long)])
 def test_of_three_clusters_a_second_process_is_asked_about_the_last(apart: bool) -> None:
     """Where exchanges make up a good part of the step of each; and what comes of it is the same."""
     tried = Tried([Search(Problem.state(gpt2(layers=1), three_kinds(), "adamw", Pins()), LIMITS["normal"])])

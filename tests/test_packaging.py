@@ -14,7 +14,6 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {"hap": "hap", "cost_models": "hap/cost_models", "search": "hap/search", "codegen": "hap/codegen"}
 DATA = (".py", ".csv", ".json", ".typed", ".yaml")
 
-pytestmark = pytest.mark.slow
 
 OUTSIDE = """
 import torch, hap, hap.api, hap.search, hap.codegen, hap.cost_models

@@ -4,8 +4,8 @@
 
 Two or three hosts of two ranks each; inside a host ranks talk over its loopback, between hosts over links that the
 kernel shapes; compute is stretched to each device's speed. Both plans are made from one description of the bed, in
-which the links inside hosts are as measured while all hosts use theirs. The
-losses of the first steps are compared; steps are those of the slowest rank, over several sessions of fresh processes.
+which the links inside hosts are as measured while all hosts use theirs. The losses of the first steps are compared;
+steps are those of the slowest rank, over several sessions of fresh processes.
 With ``--batches`` a step has so many, whose gradients are summed once, and both plans are for that; its results stand
 beside those for one (``mesh_batches``).
 """
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = options.extra.batches
     report = Report(NAME if batches == 1 else f"{NAME}_batches", "One axis and two, measured", options)
     rounds = options.extra.rounds or (2 if options.quick else 6)
-    names = tuple(CLUSTERS)[:1] if options.quick else tuple(options.extra.clusters)
+    names = tuple(options.extra.clusters)[: 1 if options.quick else None]
     rate = measure_host()
     rows, links = list[Row](), list[Link]()
     for name in names:

@@ -46,9 +46,13 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
 
 
 def test_the_rehearsal_of_what_runs_in_one_process(tmp_path: Path) -> None:
-    assert main(["--cpu", "--only", "one-rank", "--only", "no-sync", "--out", str(tmp_path)]) == 0
+    only = [f"--only={name}" for name in ("one-rank", "attention", "random", "overhead", "no-sync")]
+    assert main(["--cpu", *only, "--out", str(tmp_path)]) == 0
     body = json.loads((tmp_path / "gpu_check_rehearsal.json").read_text())
-    assert {i["name"]: i["verdict"] for i in body["items"]} == {"one-rank": "pass", "no-sync": "ran"}
+    judged, timed = ("one-rank", "attention", "random"), ("overhead", "compiled", "both", "no-sync")
+    assert {i["name"]: i["verdict"] for i in body["items"]} == dict.fromkeys(judged, "pass") | dict.fromkeys(
+        timed, "ran"
+    )
     assert 0 < body["items"][0]["figures"]["relative_difference"] < 1e-10
 
 

@@ -147,7 +147,7 @@ def run_whole(rank: int, made: dict[str, Plan | MeshPlan], steps_taken: int, exp
     return found
 
 
-@pytest.mark.parametrize("batches", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_on_real_ranks_too_and_over_several_batches(batches: int) -> None:
     """No plan is told of ``reduce_dtype`` again: it brings its own. Of three batches the sums are no longer exact in
     bfloat16 but where they are small; in float16 they are."""

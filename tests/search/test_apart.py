@@ -176,7 +176,6 @@ def test_every_way_computes_what_one_device_computes(ways: Ways, least: int) -> 
             torch.testing.assert_close(step.gradients[target], values[value], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.long
 def test_real_ranks_compute_what_one_device_computes() -> None:
     found = choices(gpt2.graph())
     tied = next(t for t in found.graph.gradients if t.endswith("wte.weight"))

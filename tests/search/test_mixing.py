@@ -189,8 +189,7 @@ SOME = ((WHOLE, 0.5, False), (WHOLE, 1.0, True), (SHARDED, 1.0, False))
 OTHERS = ((WHOLE, 1.0, False), (SHARDED, 0.5, False), (SHARDED, 1.0, True))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mixtures", [SOME, OTHERS], ids=["some", "others"])
+@pytest.mark.parametrize("mixtures", [SOME, pytest.param(OTHERS, marks=pytest.mark.long)], ids=["some", "others"])
 def test_real_ranks_compute_what_one_device_computes(mixtures: Sequence[tuple[Pins, float, bool]]) -> None:
     """Of each: pins, the part of every kind that is turned, and whether calls are made again."""
     found, three = choices(gpt2.graph()), cluster(*((t, "1GB") for t in (1e-3, 5e-4, 2e-4)), memory_bandwidth="1GB/s")

@@ -26,8 +26,9 @@ from hap.codegen.program import (
 from hap.conversion import Need, collective_kind, find_needs, required_results
 from hap.errors import PlanError
 from hap.graph import Graph, Node, Phase, TensorMeta, Value, map_values
+from hap.hosts_sum import HOSTS_SUM
 from hap.ops import takes_device
-from hap.order import Parts, program_parts, repeats
+from hap.order import NONE, Parts, Postponed, program_parts, repeats
 from hap.placement import REPLICATE, Partial, Placement, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import Arguments, localize
@@ -41,7 +42,8 @@ def lower(graph: Graph, plan: Plan) -> Program:
     """The program that ``plan`` stands for. PlanError where plan and graph do not belong together or are unsound."""
     strategies = _strategies(graph, plan)
     ways = {key: c.decomposition for key, c in _conversions(graph, plan, strategies).items()}
-    program = _Lowering(graph, plan.groups, plan.world_size, strategies, ways).run()
+    _check_postponed(graph, plan)
+    program = _Lowering(graph, plan.groups, plan.world_size, strategies, ways, postponed=plan.postponed).run()
     verify_program(program)
     return replace(program, recomputed=_recomputed(graph, plan))
 
@@ -64,12 +66,15 @@ def draft(
     strategies: Mapping[str, Strategy],
     conversions: Iterable[tuple[Need, str]],
     known: Drafts | None = None,
+    postponed: Postponed = NONE,
 ) -> Program:
     """The program of strategies that the search made itself, and of its needs with their decompositions: only to be
     timed. As ``lower`` makes it, but nothing is checked and literals keep the sizes of the whole. ``known``: what other
-    drafts of this graph have found: its calls are taken again where they read the same names."""
+    drafts of this graph have found: its calls are taken again where they read the same names. ``postponed``: see
+    ``order``."""
     ways = {_key(need): how for need, how in conversions}
-    return _Lowering(graph, groups, world_size, strategies, ways, Drafts() if known is None else known).run()
+    drafted = Drafts() if known is None else known
+    return _Lowering(graph, groups, world_size, strategies, ways, drafted, postponed).run()
 
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
@@ -100,6 +105,17 @@ def _recomputed(graph: Graph, plan: Plan) -> tuple[str, ...]:
         if node is None or node.is_source or node.phase != "forward":
             raise PlanError(f"the plan repeats {name}, which is no call of the forward pass; plan again")
     return plan.repeated
+
+
+def _check_postponed(graph: Graph, plan: Plan) -> None:
+    """Only calls of the backward pass are postponed, and none in a host's part: hosts make their sums in one order."""
+    if plan.postponed and any(node.op == HOSTS_SUM for node in graph.nodes):
+        raise PlanError("the plan postpones calls inside a host, whose sums with others have one order; plan again")
+    for until, names in plan.postponed.items():
+        for name in (*names, *([until] if until else ())):
+            node = graph.by_name[name]
+            if node.is_source or node.phase != "backward":
+                raise PlanError(f"the plan postpones {name}, or calls until it: none of the backward pass; plan again")
 
 
 def _conversions(
@@ -148,10 +164,11 @@ class _Lowering:
         strategies: Mapping[str, Strategy],
         ways: Mapping[tuple[Value, Placement, Phase], str],
         drafted: Drafts | None = None,
+        postponed: Postponed = NONE,
     ) -> None:
         """Literals become local, and strategies are checked on the way; not in a draft, of ``drafted``."""
         self.graph, self.world_size, self.strategies, self.ways = graph, world_size, strategies, ways
-        self.drafted = drafted
+        self.drafted, self.postponed = drafted, postponed
         self.groups = _used_groups(groups, strategies.values())
         self.names = self._find_names()
         self.held: dict[str, Held] = {}
@@ -208,8 +225,8 @@ class _Lowering:
 
     def _order(self) -> Parts:
         """Sources, the calls of the forward part, those of the backward part."""
-        if self.drafted is None:
-            return program_parts(self.graph)
+        if self.drafted is None or self.postponed:
+            return program_parts(self.graph, self.postponed)
         self.drafted.order = self.drafted.order or program_parts(self.graph)
         return self.drafted.order
 

@@ -39,7 +39,7 @@ from hap.cost_models.strides import Strides, find_strides
 from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node
-from hap.order import Parts, program_parts, repeats
+from hap.order import NONE, Parts, Postponed, program_parts, repeats
 from hap.placement import GroupSizes, Placement, Sizes
 from hap.plan import Conversion, Prediction, Strategy
 
@@ -173,9 +173,12 @@ class Evaluator:
         regather: bool = False,
         kept: Collection[str] = (),
         recomputed: Collection[str] = (),
+        postponed: Postponed = NONE,
     ) -> Evaluation:
         """See ``evaluate``, and ``find_needs`` for ``kept``."""
-        prepared = self.prepare(strategies, needs, regather=regather, kept=kept, recomputed=recomputed)
+        prepared = self.prepare(
+            strategies, needs, regather=regather, kept=kept, recomputed=recomputed, postponed=postponed
+        )
         return self.at_sizes(prepared, sizes)
 
     def prepare(
@@ -186,15 +189,17 @@ class Evaluator:
         regather: bool = False,
         kept: Collection[str] = (),
         recomputed: Collection[str] = (),
+        postponed: Postponed = NONE,
     ) -> Prepared:
         """What does not depend on sizes, for those who ask about several. ``needs``, if known, go before ``regather``
         and ``kept``."""
         used = dict.fromkeys(group for s in strategies.values() for group in s.groups)
+        steps = find_steps(self.graph, self.strides, postponed) if postponed else self.steps
         again = repeats(self.graph, strategies, recomputed, self.parts)
         if needs is None:
             needs = find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)
         walk = Walk(
-            self.graph, strategies, needs, steps=self.steps, strides=self.strides, again=again, batches=self.batches
+            self.graph, strategies, needs, steps=steps, strides=self.strides, again=again, batches=self.batches
         )
         measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
         stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)
@@ -248,18 +253,22 @@ def evaluate(
     optimizer: str = "adamw",
     regather: bool = False,
     recomputed: Collection[str] = (),
+    postponed: Postponed = NONE,
     model: ComputeModel = DEFAULT_MODEL,
     batches: int = 1,
 ) -> Evaluation:
     """Evaluate one choice. ``needs`` may be passed if already found for the same strategies and ``regather``.
-    ``recomputed``: nodes whose calls are made again in the backward pass. ``batches``: of a step of the optimizer.
+    ``recomputed``: nodes whose calls are made again in the backward pass. ``postponed`` (``order``) counts for memory
+    alone: seconds are of calls in the graph's order. ``batches``: of a step of the optimizer.
 
     Raises ClusterError if a device lists no rate for a dtype that the graph computes in, PlanError for an unknown
     optimizer.
     """
     of_a_step = Batches.of(graph, batches)
     evaluator = Evaluator(graph, cluster, optimizer, Calls(graph, of_a_step), model, of_a_step)
-    return evaluator.evaluate(strategies, sizes, needs, regather=regather, recomputed=recomputed)
+    return evaluator.evaluate(
+        strategies, sizes, needs, regather=regather, recomputed=recomputed, postponed=postponed
+    )
 
 
 def update_seconds(

@@ -39,7 +39,7 @@ from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
 from hap.hosts_sum import HOSTS_SUM, SUM_LANES, bundle_bytes
-from hap.order import program_order
+from hap.order import NONE, Postponed, program_order
 from hap.placement import REPLICATE, GroupSizes, Placement, Shard
 from hap.plan import Collective, Strategy
 
@@ -77,12 +77,15 @@ def memory_use(
     decompositions: Sequence[str] | None = None,
     again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
     batches: Batches = ONE,
+    postponed: Postponed = NONE,
 ) -> MemoryUse:
     """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies, performed by
     ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
     classes and ``ranks`` that of ranks. ``again``: the calls that are repeated before a call (``order.repeats``).
-    ``batches``: of a step of the optimizer."""
-    walk = Walk(graph, strategies, needs, again=again, batches=batches)
+    ``batches``: of a step of the optimizer. ``postponed``: see ``order``."""
+    strides = find_strides(graph)
+    steps = find_steps(graph, strides, postponed)
+    walk = Walk(graph, strategies, needs, steps=steps, strides=strides, again=again, batches=batches)
     return walk.use(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions)
 
 
@@ -97,10 +100,10 @@ class Step(NamedTuple):
     is_copying: bool
 
 
-def find_steps(graph: Graph, strides: Strides) -> dict[str, Step]:
+def find_steps(graph: Graph, strides: Strides, postponed: Postponed = NONE) -> dict[str, Step]:
     """Of every node, in the order in which they run."""
     found: dict[str, Step] = {}
-    for node in program_order(graph):
+    for node in program_order(graph, postponed):
         makes = tuple((i, Value(node.name, i), m.nbytes) for i, m in enumerate(node.outputs) if m is not None)
         inner = _INNER.get(node.op.split(".")[-2] if "." in node.op else "", 0)
         found[node.name] = Step(node, makes, inner, is_view(node), node.name in strides.copying)

@@ -5,6 +5,7 @@ Parameters must lie as they do, since all programs of one model share them; the 
 * a source lies as the plan says, a batch of another size dealt in the plan's proportions;
 * a call does what its counterpart did (same operator in the same module, counted in order), if that row still exists
   and its partial arguments are made;
+* calls run in the graph's order, even those that the plan postpones;
 * any other call takes the row for which the fewest elements must move, then the one that leaves least whole.
 
 Whatever comes out is a choice of proved rows with the conversions they imply, which ``lower`` checks like any plan.
@@ -148,6 +149,7 @@ class _Carrier:
                 "conversions": tuple(self._conversions()),
                 "explanation": None,
                 "recomputed": tuple(self._recomputed()),
+                "postponed": {},
             }
         )
 

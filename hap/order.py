@@ -2,7 +2,8 @@
 
 First what the loss and the buffers' updates need; then the backward pass. A forward node that only the backward pass
 reads runs there, just before its first reader, so that its arguments are kept and not its result; a node that nobody
-needs does not run. Lowering asks here, as the ledger and the clocks do.
+needs does not run. Calls of the backward pass that a plan postpones run just before another one, or at the end, unless
+what they make is read before that. Lowering asks here, as the ledger and the clocks do.
 
 ``repeats`` says what ``hap.codegen.passes.recompute`` does to a program: which calls run once more, and before which; a
 test holds the two together.
@@ -11,6 +12,8 @@ test holds the two together.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from types import MappingProxyType
 
 from hap.conversion import required_results
 from hap.graph import Graph, Node, Value
@@ -18,14 +21,16 @@ from hap.placement import Placement
 from hap.plan import Strategy
 
 Parts = tuple[tuple[Node, ...], tuple[Node, ...], tuple[Node, ...]]
+Postponed = Mapping[str, tuple[str, ...]]  # call of the backward pass, or "" -> which run just before it, or at the end
+NONE: Postponed = MappingProxyType({})
 
 
-def program_order(graph: Graph) -> tuple[Node, ...]:
+def program_order(graph: Graph, postponed: Postponed = NONE) -> tuple[Node, ...]:
     """Sources first, then calls as they run."""
-    return tuple(node for part in program_parts(graph) for node in part)
+    return tuple(node for part in program_parts(graph, postponed) for node in part)
 
 
-def program_parts(graph: Graph) -> Parts:
+def program_parts(graph: Graph, postponed: Postponed = NONE) -> Parts:
     """Sources, calls of the forward part, calls of the backward part."""
     position = {n.name: i for i, n in enumerate(graph.nodes)}
     sources = tuple(n for n in graph.nodes if n.is_source)
@@ -41,9 +46,13 @@ def program_parts(graph: Graph) -> Parts:
     add(forward)
     first = len(order)
     wanted = _ancestors(graph, (v.node for v in graph.gradients.values()), done)
+    late = frozenset(chain(*postponed.values()))
     for node in graph.nodes:
-        if node.name in wanted and node.phase == "backward" and node.name not in done:
-            add(_ancestors(graph, (node.name,), done))
+        if node.name in wanted and node.phase == "backward" and node.name not in late:
+            for name in (*postponed.get(node.name, ()), node.name):
+                add(_ancestors(graph, (name,), done))
+    for name in postponed.get("", ()):
+        add(_ancestors(graph, (name,), done))
     for value in graph.gradients.values():
         add(_ancestors(graph, (value.node,), done))
     return sources, tuple(order[:first]), tuple(order[first:])

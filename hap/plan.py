@@ -245,9 +245,10 @@ class Recomputed(_Frozen):
 class Plan(Sparse):
     """See the module docstring. ``strategies`` maps a node's name to the text of its ``Strategy``. ``recomputed`` is
     not in the file where nothing is, nor ``gradient_accumulation_steps`` where a step has one batch. Where it has more,
-    what is predicted is of one batch, the mean over a step's."""
+    what is predicted is of one batch, the mean over a step's. ``postponed``: a call of the backward pass, or "" for its
+    end -> the calls that run just before it, later than they could; ``step_s`` is of the order without that."""
 
-    absent = ("recomputed", "gradient_accumulation_steps")
+    absent = ("recomputed", "gradient_accumulation_steps", "postponed")
     schema_version: int = SCHEMA_VERSION
     provenance: Provenance
     groups: dict[str, GroupPlan]
@@ -258,6 +259,7 @@ class Plan(Sparse):
     explanation: Explanation | None = None
     recomputed: tuple[Recomputed, ...] = ()
     gradient_accumulation_steps: int = pydantic.Field(default=1, ge=1)
+    postponed: dict[str, tuple[str, ...]] = {}
 
     @property
     def repeated(self) -> tuple[str, ...]:
@@ -331,6 +333,7 @@ def verify_plan(plan: Plan, origin: str = "plan") -> None:
         for name in plan.repeated:
             if name not in plan.strategies:
                 raise ValueError(f"{name!r} is computed again, and has no strategy")
+        _verify_postponed(plan)
         for c in plan.conversions:
             if str(Value.parse(c.value)) != c.value:
                 raise ValueError(f"{c.value!r} names no value")
@@ -344,6 +347,17 @@ def verify_plan(plan: Plan, origin: str = "plan") -> None:
         _verify_lengths(plan)
     except (ValueError, AssertionError) as e:
         raise PlanError(f"{origin}: {' '.join(str(e).split())}") from None
+
+
+def _verify_postponed(plan: Plan) -> None:
+    late = [name for names in plan.postponed.values() for name in names]
+    if late and plan.recomputed:
+        raise ValueError("calls are postponed, and others computed again; a plan does one of both")
+    for name in (*late, *plan.postponed):
+        if name and name not in plan.strategies:
+            raise ValueError(f"{name!r} is postponed, or waited for, and has no strategy")
+    if len({*late, *plan.postponed}) < len(late) + len(plan.postponed):
+        raise ValueError("a call is postponed twice, or until one that is postponed")
 
 
 def _verify_sizes(group: GroupPlan, world_size: int) -> None:

@@ -198,5 +198,6 @@ class _Fixed:
             needs=self.needs,
             optimizer=optimizer,
             recomputed=again,
+            postponed=self.plan.postponed,
             batches=self.batches.count,
         )

@@ -12,6 +12,7 @@ import hap
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective_nccl import priced_by
 from hap.cost_models.evaluate import Evaluation
+from hap.order import NONE, Postponed
 from hap.placement import GroupSizes
 from hap.plan import GroupPlan, Plan, Provenance, Recomputed, Strategy, verify_plan
 from hap.reduce_dtype import reduce_name
@@ -45,10 +46,11 @@ def assemble_plan(
     overlapped_bound_s: float | None = None,
     recomputed: tuple[Recomputed, ...] = (),
     batches: int = 1,
+    postponed: Postponed = NONE,
 ) -> Plan:
     """The plan of one choice and its evaluation. Only groups that some placement shards are in it. ``advice``: which
     devices would better be left out, or were; it goes beside what limits the step. ``recomputed``: what is repeated.
-    ``batches``: of a step of the optimizer."""
+    ``batches``: of a step of the optimizer. ``postponed``: see ``hap.order``."""
     graph, groups = choices.graph, choices.groups
     limits = tightest(evaluation) if advice is None else f"{tightest(evaluation)}; {advice}"
     left_out = {} if advice is None else advice.figures()
@@ -82,6 +84,7 @@ def assemble_plan(
         devices=tuple(d.name for d in cluster.devices),
         recomputed=recomputed,
         gradient_accumulation_steps=batches,
+        postponed=dict(postponed),
     )
     verify_plan(plan)
     return plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 
 from hap.cost_models.evaluate import Evaluation
+from hap.order import Postponed
 from hap.placement import GroupSizes
 from hap.plan import Recomputed, Strategy
 from hap.search.milp import Choice
@@ -32,6 +33,7 @@ class Found:
     choice: Choice
     recomputed: tuple[Recomputed, ...] = ()  # what ``evaluation`` repeats
     kept: frozenset[str] = frozenset()
+    postponed: Postponed = field(default_factory=dict)  # for which ``evaluation`` knows the memory
 
     @cached_property
     def groups(self) -> tuple[str, ...]:

@@ -15,31 +15,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
-from hap.codegen.accumulate import find_accumulation
-from hap.codegen.lowering import draft
 from hap.codegen.passes.runner import Pass, run_passes, standard_passes
 from hap.codegen.program import Convert, Program
 from hap.cost_models.collective import best_decomposition
 from hap.cost_models.compute import Calls, ComputeTable
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.timeline import Event, Timeline, play
-from hap.fabric import Array
 from hap.graph import Graph
-from hap.placement import REPLICATE, GroupSizes, Shard
-from hap.plan import GroupPlan, Plan
+from hap.placement import REPLICATE, Shard
+from hap.plan import Plan
 from hap.rules.choices import replicated
 from hap.search.found import Found
 from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
-from hap.search.score import Apart, Score, Times, Work, score_of
+from hap.search.score import Times, score_of
 from hap.search.starts import EVERYTHING
 from hap.search.strategies import Chooser
+from hap.search.tempo import played_s
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
 LEANEST = 0.95  # of the busiest rank's compute: no program of the same strategies takes less, whatever folds into what
@@ -169,56 +167,6 @@ class _Stopwatch:
         if (key := _key(found)) not in known:
             known[key] = played_s(self.problem, found)
         return known[key]
-
-
-def played_s(problem: Problem, found: Found) -> float:
-    """The step in seconds of the plan's program as it is run: as ``played`` has it, to rounding, and quicker."""
-    graph, evaluator = problem.choices.graph, problem.facts.evaluator
-    sizes = {name: tuple(found.sizes[name]) for name in found.groups}
-    whole, apart = _scores(problem, found, sizes)
-    own = {(c.need.value, c.need.target, c.need.phase): c.decomposition for c in found.evaluation.conversions}
-
-    def way(work: Work) -> str:
-        if work.need is not None:
-            return own[work.need]
-        return evaluator.forms.best(work.kind, work.nbytes, work.source, work.target, sizes)[0]
-
-    folded = evaluator.folds.find(dict.fromkeys(sizes.values()))
-    cluster, here = (problem.cluster, sizes) if folded is None else (folded, folded.take(sizes))
-    update_s = update_seconds(graph, found.strategies, here, cluster, problem.optimizer)
-
-    def step_s(score: Score, ending_s: Array) -> float:
-        return score.step_s(Times.of(score, [way(work) for work in score.works], cluster, here, ending_s))
-
-    if apart is None:
-        return step_s(whole, update_s)
-    count, adding_s = problem.facts.batches.count, apart.adding_s(cluster, here)
-    return ((count - 1) * step_s(apart.score, adding_s) + step_s(whole, adding_s + update_s)) / count
-
-
-def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, Apart | None]:
-    """Of the plan's program, drafted at these sizes of the groups that it uses, and of what batches before a step's
-    last run of it, if there are such; of the same strategies once."""
-    key = (chosen(found.strategies), found.regather, found.kept, found.repeated)
-    if key not in problem.scores:
-        groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
-        ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
-        graph = problem.choices.graph
-        program = draft(graph, groups, problem.world_size, found.strategies, ways, problem.drafted)
-        program = replace(program, recomputed=found.repeated)
-        rewritten = run_passes(program, standard_passes(), verify=False).program
-        measured = problem.facts.compute.is_measured
-
-        def score(program: Program) -> Score:
-            return score_of(program, graph, found.strategies, problem.facts.calls.of_the_last, measured=measured)
-
-        apart = None
-        if problem.facts.batches.count > 1:
-            first, held = find_accumulation(rewritten).first, rewritten.held
-            before = replace(rewritten, backward=first.instructions, gradients=first.gradients)
-            apart = Apart(score(before), tuple((held[n].meta.nbytes, held[n].placement) for n in first.local))
-        problem.scores[key] = score(rewritten), apart
-    return problem.scores[key]
 
 
 def are_alike(one: Found, other: Found) -> bool:

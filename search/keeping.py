@@ -31,9 +31,10 @@ from hap.placement import GroupSizes
 from hap.plan import Recomputed, Strategy
 from hap.search.blocks import LEVELS
 from hap.search.found import Found, best_of
-from hap.search.judge import TIE, played_s
+from hap.search.judge import TIE
 from hap.search.problem import Problem
 from hap.search.recompute import after_steps, blocks_of, steps_of
+from hap.search.tempo import played_s
 
 if TYPE_CHECKING:
     from hap.search.planner import Search

@@ -32,8 +32,9 @@ from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
 from hap.search.changed import changed, sizes_of
 from hap.search.found import Found
-from hap.search.judge import TIE, played_s
+from hap.search.judge import TIE
 from hap.search.problem import Problem
+from hap.search.tempo import played_s
 
 if TYPE_CHECKING:
     from hap.search.planner import Search

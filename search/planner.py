@@ -37,6 +37,7 @@ from hap.search.limits import LIMITS, Effort, Limits, Method
 from hap.search.mixing import or_mixed
 from hap.search.onward import onward
 from hap.search.pins import Pins
+from hap.search.postponing import or_postponed
 from hap.search.problem import Problem
 from hap.search.progress import OutOfTime, Progress
 from hap.search.recompute import if_kept, or_repeating, run_or_repeat
@@ -137,6 +138,7 @@ def plan_graph(
         overlapped_bound_s=bound_as_run_s,
         recomputed=best.recomputed,
         batches=batches,
+        postponed=best.postponed,
     )
 
 
@@ -169,7 +171,7 @@ def _plan_whole(tried: Tried, number: int) -> None:
         best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
     tried.foresee(number, best)
-    for move in (or_repeating, or_mixed, or_keeping, or_apart):
+    for move in (or_repeating, or_mixed, or_keeping, or_apart, or_postponed):
         search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
         best, overlapped_s = move(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)

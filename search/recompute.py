@@ -24,10 +24,11 @@ from hap.plan import Recomputed
 from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, best_of, overflow_bytes
 from hap.search.infeasible import state_bytes
-from hap.search.judge import TIE, finest, played_s
+from hap.search.judge import TIE, finest
 from hap.search.limits import LIMITS, Limits
 from hap.search.problem import Problem
 from hap.search.refine import reshare
+from hap.search.tempo import played_s
 
 if TYPE_CHECKING:
     from hap.search.planner import Search

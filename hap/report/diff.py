@@ -167,6 +167,9 @@ def _of_one_axis(a: Plan, b: Plan) -> Iterator[str]:
     yield from _calls(a, b)
     if a.recomputed != b.recomputed:
         yield f"computed again in the backward pass: {_repeated(a)}; now {_repeated(b)}"
+    if a.postponed != b.postponed:
+        old, now = (counted(sum(map(len, plan.postponed.values())), "call") for plan in (a, b))
+        yield f"postponed in the backward pass: {old}; now {now}" + (", or others" if old == now else "")
     if a.gradient_accumulation_steps != b.gradient_accumulation_steps:
         yield f"batches of a step: {a.gradient_accumulation_steps}; now {b.gradient_accumulation_steps}"
     if a.provenance.reduce_dtype != b.provenance.reduce_dtype:

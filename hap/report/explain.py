@@ -12,6 +12,7 @@ from hap.report.summary import (
     nothing_is_dealt_out,
     parameter_lines,
     shortest,
+    what_is_postponed,
     what_is_repeated,
     who_is_left_out,
 )
@@ -60,6 +61,8 @@ def _sentences(facts: Facts) -> Iterator[str]:
         yield f"Gradients are exchanged in {made.reduce_dtype}."
     if repeated := what_is_repeated(plan):
         yield f"{repeated[0].upper()}{repeated[1:]}."
+    if late := what_is_postponed(plan):
+        yield f"{late[0].upper()}{late[1:]}."
     if ended := how_it_ended(plan):
         yield f"{ended[0].upper()}{ended[1:]}."
     if left_out(plan):

@@ -166,6 +166,7 @@ def _judge(
         needs=needs,
         optimizer=plan.provenance.optimizer,
         recomputed=plan.repeated,
+        postponed=plan.postponed,
         batches=plan.gradient_accumulation_steps,
     )
     before, after = ([(n.value, n.target, n.phase) for n in found] for found in (own, needs))

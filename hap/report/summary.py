@@ -133,6 +133,8 @@ def _headline(plan: Plan) -> Iterator[str]:
             yield f"by that clock another plan that was found is shorter, {least}; this one was chosen as it is run"
     if repeated := what_is_repeated(plan):
         yield repeated
+    if late := what_is_postponed(plan):
+        yield late
     if ended := how_it_ended(plan):
         yield ended
 
@@ -166,6 +168,15 @@ def what_is_repeated(plan: Plan) -> str:
     rank = saved.index(max(saved))
     now = quantity(plan.predicted.memory_bytes[rank], "B")
     return f"{text} ({plan.devices[rank]} needs {now}, otherwise {quantity(kept[rank], 'B')})"
+
+
+def what_is_postponed(plan: Plan) -> str:
+    """How much of the backward pass runs later than it could; nothing of a plan in whose order all runs at once."""
+    count = sum(map(len, plan.postponed.values()))
+    if not count:
+        return ""
+    runs = "runs later than it" if count == 1 else "run later than they"
+    return f"{counted(count, 'call')} of the backward pass {runs} could, so that what is sent or waited for comes first"
 
 
 def how_it_ended(plan: Plan) -> str:

@@ -30,7 +30,14 @@ from hap.rules.choices import choices
 from hap.runtime.mesh import MeshProgram
 from hap.runtime.state import whole_tensor
 from tests._support.mesh import make_mesh
-from tests._support.plans import greedy_strategies, make_plan, random_sizes, random_strategies, sizes_for
+from tests._support.plans import (
+    greedy_strategies,
+    make_plan,
+    random_postponed,
+    random_sizes,
+    random_strategies,
+    sizes_for,
+)
 from tests._support.ranks import run_ranks
 
 BATCH, WORDS, WIDTH, LENGTH, TOLERANCE = 8, 11, 6, 5, 1e-8
@@ -80,7 +87,7 @@ def example() -> Data:
 
 
 def draw_plan(source: random.Random, world: int, two_axes: bool) -> Plan | MeshPlan:
-    """Strategies, sizes and what is computed again at random, or everything cut along its first dim."""
+    """Strategies, sizes and what is computed again, or postponed, at random, or everything cut along its first dim."""
     graph = capture(build(), example(), outputs=("out",))
     if two_axes:
         hosts = source.choice(HOSTS[world])
@@ -97,7 +104,10 @@ def draw_plan(source: random.Random, world: int, two_axes: bool) -> Plan | MeshP
     forward = [n.name for n in graph.nodes if n.phase == "forward" and not n.is_source]
     again = tuple(name for name in forward if source.random() < 0.7) if source.random() < 0.3 else ()
     recomputed = [Recomputed(block="model", what="all", calls=again)] if again else []
-    return make_plan(found, strategies, sizes, regather=regather, recomputed=recomputed, world_size=world)
+    late = {} if again or source.random() < 0.5 else random_postponed(graph, source)
+    return make_plan(
+        found, strategies, sizes, regather=regather, recomputed=recomputed, postponed=late, world_size=world
+    )
 
 
 def compiled(plan: Plan | MeshPlan, seed: int = 0) -> hap.HapProgram:

@@ -10,7 +10,7 @@ import torch
 import hap
 from hap.conversion import find_needs
 from hap.graph import Graph, Node
-from hap.order import repeats
+from hap.order import NONE, Postponed, repeats
 from hap.placement import PARTIAL, Placement, Shard, Sizes
 from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance, Recomputed, Strategy
 from hap.reduce_dtype import reduce_name
@@ -98,6 +98,18 @@ def random_sizes(choices: Choices, world_size: int, source: random.Random) -> di
     return found
 
 
+def random_postponed(graph: Graph, source: random.Random, part: float = 0.3) -> dict[str, tuple[str, ...]]:
+    """So much of the calls of the backward pass, each until any other call of it or its end, whatever reads them."""
+    calls = [n.name for n in graph.nodes if n.phase == "backward" and not n.is_source]
+    late = {name for name in calls if source.random() < part}
+    others = ["", *(name for name in calls if name not in late)]
+    found: dict[str, tuple[str, ...]] = {}
+    for name in sorted(late):
+        until = source.choice(others)
+        found[until] = (*found.get(until, ()), name)
+    return found
+
+
 def make_plan(
     choices: Choices,
     strategies: Mapping[str, Strategy],
@@ -106,6 +118,7 @@ def make_plan(
     regather: bool = False,
     kept: Collection[str] = (),
     recomputed: Sequence[Recomputed] = (),
+    postponed: Postponed = NONE,
     world_size: int | None = None,
 ) -> Plan:
     """The plan with these decisions, without a prediction worth reading."""
@@ -154,4 +167,5 @@ def make_plan(
         ),
         devices=tuple(f"cpu{r}" for r in range(world_size)),
         recomputed=tuple(recomputed),
+        postponed=dict(postponed),
     )

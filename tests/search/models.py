@@ -108,4 +108,5 @@ def plan_of(choices: Choices, devices: ClusterSpec, found: Found) -> Plan:
         lower_bound_s=None,
         solver={},
         recomputed=found.recomputed,
+        postponed=found.postponed,
     )

@@ -28,13 +28,14 @@ from hap.search import Pins, plan_graph
 from hap.search.as_run_bound import Streams, as_run_bound_s, may_be_folded
 from hap.search.bound import weighted_bound
 from hap.search.found import Found
-from hap.search.judge import finest, played_s
+from hap.search.judge import finest
 from hap.search.limits import LIMITS
 from hap.search.planner import Search
 from hap.search.problem import Problem
 from hap.search.refine import at_sizes, reshare
 from hap.search.relaxation import relaxation
 from hap.search.score import Score, Times, Work
+from hap.search.tempo import played_s
 from tests._support.plans import random_sizes, random_strategies
 from tests.search.models import cluster, gpt2, mixer, mlp
 from tests.search.test_bound_measured import measured

@@ -17,11 +17,12 @@ from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
 from hap.search import Pins, judge, plan_graph
-from hap.search.judge import played, played_s
+from hap.search.judge import played
 from hap.search.limits import LIMITS
 from hap.search.problem import Problem
 from hap.search.refine import at_sizes
 from hap.search.strategies import Chooser
+from hap.search.tempo import played_s
 from tests.search.models import cluster, mlp
 
 SMALL = mlp(batch=256, width=256)

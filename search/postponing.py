@@ -1,0 +1,236 @@
+"""Calls of the backward pass that run later than they could, where that makes the step as it is run shorter.
+
+The backward pass is one chain of calls, of which each needs the one before, and beside it calls that lead to no other
+product: those that make weights' gradients. Autograd makes each as soon as it can. If its result is sent, that is
+mostly right, as the wire should have work; but where the wire has some already, or nothing is sent, or little for the
+time that it takes, the chain had better go on: what it leads to, that will be sent or waited for, is then there sooner.
+With a the compute and b the wire of such a call,
+
+    postponed     the calls with b <= a part of a
+    each runs     as soon as the wire has work for longer than it takes, and the chain to the next send;
+                  while a collective is waited for; before what reads its result; else at the end
+
+which is Johnson's rule for two machines in a row (S. M. Johnson 1954: what takes the first machine for longer than the
+second comes last), with a chain. When things end is estimated by one clock for the compute of the busiest rank and one
+for the wire. For each part of ``PARTS`` the order so found is played as it would run, and the shortest is taken if its
+memory fits: what a postponed call reads lives longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hap.codegen.passes.runner import run_passes, standard_passes
+from hap.codegen.passes.windows import is_product
+from hap.codegen.program import Call, Convert, Instruction, Program
+from hap.graph import Graph
+from hap.hosts_sum import HOSTS_SUM
+from hap.order import Postponed
+from hap.search.found import Found
+from hap.search.score import score_of
+from hap.search.tempo import Tempo, drafted, played_s
+
+if TYPE_CHECKING:
+    from hap.search.planner import Search
+
+PARTS = (0.0, 1.0)  # of a call's compute, which its wire is at most
+WAITING = 0.01  # of the busiest rank's compute, and of all collectives: where less is waited, nothing is gained
+WORTH = 5e-3  # of the step
+SENDING = ("bucket", "prefetch", "overlap")  # the passes that place collectives
+
+
+def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+    """``best``, or if it is shorter as run, the same with some calls of the backward pass postponed."""
+    if overlapped_s is None or not search.limits.mixtures or best.recomputed:
+        return best, overlapped_s
+    busy_s, sent_s = max(best.evaluation.compute_s), best.evaluation.communication_s
+    if overlapped_s <= (1 + WAITING) * max(busy_s, sent_s):
+        return best, overlapped_s
+    problem = search.problem
+    if any(n.op == HOSTS_SUM for n in problem.choices.graph.nodes):
+        return best, overlapped_s  # hosts, whose plans differ, make their sums in one order
+    search.progress.say("asking which gradients can wait")
+    backward, found, found_s = _Backward.of(search, best), best, overlapped_s
+    for part in PARTS:
+        search.progress.check()
+        postponed = backward.postponed(part)
+        if postponed == found.postponed:
+            continue
+        evaluation = problem.facts.evaluator.evaluate(
+            best.strategies, best.sizes, regather=best.regather, kept=best.kept, postponed=postponed
+        )
+        tried = replace(best, evaluation=evaluation, postponed=postponed)
+        if tried.fits and (tried_s := played_s(problem, tried)) < found_s:
+            found, found_s = tried, tried_s
+    return (found, found_s) if found_s < overlapped_s * (1 - WORTH) else (best, overlapped_s)
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A product that leads to no other one, and what alone is made of it: numbers of instructions, the seconds that
+    they take, and those of what they send."""
+
+    members: tuple[int, ...]
+    compute_s: float
+    wire_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Backward:
+    """The backward part of a program before its collectives are placed; seconds of each instruction, of the busiest
+    rank and on the wire."""
+
+    graph: Graph
+    program: Program
+    compute_s: Sequence[float]
+    wire_s: Sequence[float]
+
+    @classmethod
+    def of(cls, search: Search, best: Found) -> _Backward:
+        problem, tempo = search.problem, Tempo(search.problem, best)
+        drawn = drafted(problem, best, tempo.sizes)
+        program = run_passes(drawn, standard_passes(), off=SENDING, verify=False).program
+        measured = problem.facts.compute.is_measured
+        score = score_of(
+            program, problem.choices.graph, best.strategies, problem.facts.calls.of_the_last, measured=measured
+        )
+        times = tempo.times(score, tempo.update_s)
+        rows = times.table[np.array(score.pieces, dtype=np.intp)]
+        pieces = iter(rows[:, rows.sum(axis=0).argmax()].tolist())
+        wires = iter([times.wire_s[act.work] for act in score.acts if act.issues])
+        compute_s, wire_s = [], []
+        for instruction in (*program.forward, *program.backward):
+            sends = isinstance(instruction, Convert) and instruction.kind != "slice"
+            compute_s.append(next(pieces) + (next(pieces) if sends else 0.0))
+            wire_s.append(next(wires) if sends else 0.0)
+        first = len(program.forward)
+        return cls(problem.choices.graph, program, compute_s[first:], wire_s[first:])
+
+    @property
+    def part(self) -> tuple[Instruction, ...]:
+        return self.program.backward
+
+    @cached_property
+    def needs(self) -> list[tuple[int, ...]]:
+        """Of every instruction those that make what it reads."""
+        made = {name: at for at, i in enumerate(self.part) for name in i.outputs if name is not None}
+        return [tuple(sorted({made[name] for name in i.inputs if name in made})) for i in self.part]
+
+    @cached_property
+    def leads(self) -> list[bool]:
+        """Whether a product follows from an instruction."""
+        found = [False] * len(self.part)
+        for at in reversed(range(len(self.part))):
+            if found[at] or is_product(self.part[at]):
+                for before in self.needs[at]:
+                    found[before] = True
+        return found
+
+    @cached_property
+    def units(self) -> tuple[_Unit, ...]:
+        """In program order."""
+        found = []
+        for first, instruction in enumerate(self.part):
+            if not is_product(instruction) or self.leads[first]:
+                continue
+            members = {first: None}
+            for at in range(first + 1, len(self.part)):
+                needs = self.needs[at]
+                if any(n in members for n in needs) and all(n in members or n < first for n in needs):
+                    members[at] = None
+            compute_s, wire_s = (sum(of[m] for m in members) for of in (self.compute_s, self.wire_s))
+            found.append(_Unit(tuple(members), compute_s, wire_s))
+        return tuple(found)
+
+    def postponed(self, part: float) -> Postponed:
+        """With those units postponed whose wire is at most this part of their compute."""
+        late = [unit for unit in self.units if unit.wire_s <= part * unit.compute_s]
+        return _Order(self, {m: unit for unit in late for m in unit.members}).run()
+
+    def nodes(self, at: int) -> tuple[str, ...]:
+        """The node of a call of the backward pass; none of a conversion, or of a call of the forward pass."""
+        instruction = self.part[at]
+        if not isinstance(instruction, Call):
+            return ()
+        name = next(name for name in instruction.outputs if name is not None)
+        node = self.graph.by_name[self.program.held[name].value.node]
+        return (node.name,) if node.phase == "backward" else ()
+
+
+@dataclass(eq=False)
+class _Order:
+    """The part with some units postponed, in the making: ``clock_s`` of compute, ``wire_s`` until when the wire has
+    work; ``waiting``: the postponed units that could have run, and how many other calls had by then."""
+
+    backward: _Backward
+    unit_of: dict[int, _Unit]
+    clock_s: float = 0.0
+    wire_s: float = 0.0
+    waiting: dict[_Unit, int] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    calls: int = 0  # that ran where they always do
+    moved: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def run(self) -> Postponed:
+        backward = self.backward
+        for at, until_send_s in enumerate(self._until_send()):
+            if at in self.unit_of:
+                if at == self.unit_of[at].members[0]:
+                    self.waiting.setdefault(self.unit_of[at], self.calls)
+                continue
+            for need in backward.needs[at]:
+                if need not in self.done:
+                    self._postpone(self.unit_of[need], at)
+            self._fill(self.wire_s - until_send_s, at)
+            self._keep(at)
+        for unit in tuple(self.waiting):
+            self._postpone(unit, len(backward.part))
+        return self.moved
+
+    def _until_send(self) -> list[float]:
+        """Seconds from each instruction to the next one that sends, without postponed ones."""
+        found, seconds = [], float("inf")
+        for at in reversed(range(len(self.backward.part))):
+            if at not in self.unit_of:
+                seconds = 0.0 if self.backward.wire_s[at] else seconds + self.backward.compute_s[at]
+            found.append(seconds)
+        return found[::-1]
+
+    def _keep(self, at: int) -> None:
+        """An instruction runs where it always does."""
+        backward = self.backward
+        self.clock_s += backward.compute_s[at]
+        if backward.wire_s[at]:
+            self.wire_s = max(self.wire_s, self.clock_s) + backward.wire_s[at]
+            if backward.leads[at]:  # and is waited for
+                self._fill(self.wire_s, at)
+                self.clock_s = max(self.clock_s, self.wire_s)
+        self.calls += len(backward.nodes(at))
+        self.done.add(at)
+
+    def _fill(self, until_s: float, at: int) -> None:
+        """What has time until then runs before that instruction, the longest waiting first."""
+        for unit in tuple(self.waiting):
+            if unit in self.waiting and self.clock_s + unit.compute_s <= until_s:
+                self._postpone(unit, at)
+
+    def _postpone(self, unit: _Unit, at: int) -> None:
+        """It runs before that instruction, or at the end, and before it what it needs of others."""
+        backward = self.backward
+        for need in (n for member in unit.members for n in backward.needs[member]):
+            if need not in self.done and need not in unit.members:
+                self._postpone(self.unit_of[need], at)
+        if self.waiting.pop(unit, self.calls) < self.calls:
+            others = (i for i in range(at, len(backward.part)) if i not in self.unit_of)
+            until = next((n for i in others for n in backward.nodes(i)), "")
+            names = [n for member in unit.members for n in backward.nodes(member)]
+            self.moved[until] = (*self.moved.get(until, ()), *names)
+        self.done.update(unit.members)
+        self.clock_s += unit.compute_s
+        if unit.wire_s:
+            self.wire_s = max(self.wire_s, self.clock_s) + unit.wire_s

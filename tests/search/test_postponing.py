@@ -1,0 +1,153 @@
+"""Which calls of the backward pass wait: shorter as run, within memory, and the search's clock is the program's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from hap.capture import capture
+from hap.cluster import ClusterSpec
+from hap.codegen.lowering import lower
+from hap.cost_models.evaluate import evaluate
+from hap.order import program_parts
+from hap.plan import Plan, Recomputed
+from hap.report.diff import diff
+from hap.report.explain import explain
+from hap.report.summary import summarize
+from hap.rules.choices import Choices, choices
+from hap.search import postponing
+from hap.search.judge import played
+from hap.search.limits import LIMITS
+from hap.search.pins import Pins
+from hap.search.planner import Search, plan_graph
+from hap.search.problem import Problem
+from tests.search.models import cluster
+
+WIDTH, WORDS, BATCH = 512, 4096, 16384
+PINS = Pins(placements={"*": "R", "args.*": "S(0)"})  # data parallel: all gradients are sums
+
+
+class Tied(nn.Module):
+    """Layers between two uses of one wide weight: its gradient's first term is made first and sent last. What lies
+    before them makes the end of the backward pass as full as its beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(WORDS))
+        self.wide = nn.Parameter(torch.empty(WORDS, WIDTH))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = (x * self.scale).tanh() @ self.wide
+        for layer in self.layers:
+            x = layer(x).relu()
+        return (x @ self.wide.T).square().mean()
+
+
+@cache
+def tied() -> Choices:
+    with torch.device("meta"):
+        model, x = Tied(), torch.empty(BATCH, WORDS)
+    return choices(capture(model, x, name="tied"))
+
+
+def devices(network: str = "3GB/s", memory: str = "16GB") -> ClusterSpec:
+    return cluster((10, memory), (10, memory), (5, memory), network=network)
+
+
+@cache
+def planned(network: str = "3GB/s", memory: str = "16GB", *, off: bool = False) -> Plan:
+    parts, postponing.PARTS = postponing.PARTS, () if off else postponing.PARTS
+    try:
+        return plan_graph(tied(), devices(network, memory), pins=PINS)
+    finally:
+        postponing.PARTS = parts
+
+
+def products(plan: Plan) -> list[str]:
+    """Of the backward pass, in the order in which they run."""
+    graph = tied().graph
+    return [n.name for n in program_parts(graph, plan.postponed)[2] if n.op == "aten.mm.default"]
+
+
+def test_a_term_that_is_sent_last_waits_until_the_wire_has_work() -> None:
+    plan, without = planned("0.7GB/s"), planned("0.7GB/s", off=True)
+    graph = tied().graph
+    late = [name for names in plan.postponed.values() for name in names]
+    assert late and not without.postponed
+    (term,) = [n for n in late if graph.by_name[n].meta.shape in ((WORDS, WIDTH), (WIDTH, WORDS))]
+    assert products(plan).index(term) > 2, "the layers' gradients are on their way by then"
+    assert plan.predicted.overlapped_s is not None and without.predicted.overlapped_s is not None
+    assert plan.predicted.overlapped_s < 0.98 * without.predicted.overlapped_s
+    assert plan.predicted.step_s == without.predicted.step_s, "with nothing overlapped the order is the graph's"
+
+
+def test_what_takes_longer_than_its_exchange_comes_last() -> None:
+    """On a quicker network no gradient is sent for as long as it takes to make it."""
+    layers = [n for n in planned().postponed[""] if tied().graph.by_name[n].meta.shape == (WIDTH, WIDTH)]
+    assert len(layers) > 10 and products(planned())[-len(layers) :] == layers
+
+
+def test_what_is_told_is_what_the_program_takes() -> None:
+    plan, graph = planned(), tied().graph
+    assert played(graph, plan, lower(graph, plan), devices()).step_s == pytest.approx(plan.predicted.overlapped_s)
+    without = plan.model_copy(update={"postponed": {}})
+    longer = played(graph, without, lower(graph, without), devices()).step_s
+    assert longer == pytest.approx(planned(off=True).predicted.overlapped_s)
+
+
+def test_the_ledger_knows_what_lives_longer() -> None:
+    plan, graph = planned(), tied().graph
+    strategies = {n.name: plan.strategy(n.name) for n in graph.nodes}
+    here, without = (
+        evaluate(graph, strategies, plan.sizes, devices(), postponed=late) for late in (plan.postponed, {})
+    )
+    assert plan.predicted.memory_bytes == here.memory_bytes
+    assert planned(off=True).predicted.memory_bytes == without.memory_bytes
+    assert here.memory_bytes != without.memory_bytes
+    assert here.step_s == without.step_s
+
+
+def test_what_does_not_fit_is_not_postponed() -> None:
+    """With as much memory as the plan without it needs, and a little."""
+    held, least = (max(planned(off=off).predicted.memory_bytes) for off in (False, True))
+    assert held > least
+    memory = f"{(held + least) / 2 / 0.9 / 1e6:.6f}MB"
+    plan = planned(memory=memory)
+    assert not plan.postponed and max(plan.predicted.memory_bytes) < held
+
+
+@pytest.mark.parametrize("network", ["1000GB/s", "10MB/s"])
+def test_where_nothing_is_gained_nothing_is_postponed(network: str) -> None:
+    assert not planned(network).postponed
+
+
+def test_a_quick_search_does_not_ask() -> None:
+    assert not plan_graph(tied(), devices(), pins=PINS, effort="quick").postponed
+
+
+def test_the_same_plan_every_time() -> None:
+    planned.cache_clear()
+    first = planned().to_json()
+    planned.cache_clear()
+    assert planned().to_json() == first
+
+
+def test_nothing_is_asked_of_a_step_that_repeats_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = Search(Problem.state(tied(), devices(), "adamw", PINS), LIMITS["normal"])
+    best = replace(search.run(), recomputed=(Recomputed(block="", what="all", calls=()),))
+    monkeypatch.setattr(postponing, "_Backward", None)
+    assert postponing.or_postponed(search, best, 1.0) == (best, 1.0)
+
+
+def test_it_is_told_wherever_a_plan_is() -> None:
+    plan, without = planned("0.7GB/s"), planned("0.7GB/s", off=True)
+    count = sum(len(names) for names in plan.postponed.values())
+    words = f"{count} calls of the backward pass run later than they could, so that what is sent or waited for"
+    assert words in summarize(plan) and words in explain(plan)
+    assert words[4:] not in summarize(without)
+    assert f"postponed in the backward pass: 0 calls; now {count} calls" in str(diff(without, plan))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hap
-from benchmarks.race_models import MODELS
+from benchmarks.race_models import build
 from benchmarks.testbed.pace import Deadline, deadline
 from hap.build import BuiltModel
 from hap.cluster import Link
@@ -32,9 +32,7 @@ class Result(NamedTuple):
 
 def cut(name: str, batch: int) -> BuiltModel:
     """The race's model with the first ``batch`` samples of its batch; the same weights in every process."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        built = MODELS[name]()
+    built = build(name)
     inputs, targets = built.example_inputs[:batch], built.example_targets[:batch]
     return BuiltModel(built.model, inputs, targets, built.loss_fn)
 

@@ -12,12 +12,14 @@ With a the compute and b the wire of such a call,
 
 which is Johnson's rule for two machines in a row (S. M. Johnson 1954: what takes the first machine for longer than the
 second comes last), with a chain. When things end is estimated by one clock for the compute of the busiest rank and one
-for the wire. For each part of ``PARTS`` the order so found is played as it would run, and the shortest is taken if its
-memory fits: what a postponed call reads lives longer.
+for the wire, with small results bundled before they are sent, and without. For each part of ``PARTS`` the orders so
+found are played as they would run, and the shortest is taken if its memory fits: what a postponed call reads lives
+longer.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hap.codegen.passes.bucket import LIMIT_BYTES
 from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.codegen.passes.windows import is_product
 from hap.codegen.program import Call, Convert, Instruction, Program
@@ -56,11 +59,13 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
         return best, overlapped_s  # hosts, whose plans differ, make their sums in one order
     search.progress.say("asking which gradients can wait")
     backward, found, found_s = _Backward.of(search, best), best, overlapped_s
-    for part in PARTS:
+    met: list[Postponed] = [{}]
+    for part, bundled in itertools.product(PARTS, (True, False)):
         search.progress.check()
-        postponed = backward.postponed(part)
-        if postponed == found.postponed:
+        postponed = backward.postponed(part, bundled=bundled)
+        if postponed in met:
             continue
+        met.append(postponed)
         evaluation = problem.facts.evaluator.evaluate(
             best.strategies, best.sizes, regather=best.regather, kept=best.kept, postponed=postponed
         )
@@ -147,10 +152,10 @@ class _Backward:
             found.append(_Unit(tuple(members), compute_s, wire_s))
         return tuple(found)
 
-    def postponed(self, part: float) -> Postponed:
+    def postponed(self, part: float, *, bundled: bool) -> Postponed:
         """With those units postponed whose wire is at most this part of their compute."""
         late = [unit for unit in self.units if unit.wire_s <= part * unit.compute_s]
-        return _Order(self, {m: unit for unit in late for m in unit.members}).run()
+        return _Order(self, {m: unit for unit in late for m in unit.members}, bundled).run()
 
     def nodes(self, at: int) -> tuple[str, ...]:
         """The node of a call of the backward pass; none of a conversion, or of a call of the forward pass."""
@@ -169,12 +174,35 @@ class _Order:
 
     backward: _Backward
     unit_of: dict[int, _Unit]
+    bundled: bool
     clock_s: float = 0.0
     wire_s: float = 0.0
     waiting: dict[_Unit, int] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
     calls: int = 0  # that ran where they always do
     moved: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def sent_s(self) -> dict[int, float]:
+        """Instructions that are not postponed, and what begins on the wire there. ``bundled``: what nobody reads goes
+        with what follows, as by ``passes.bucket``, and begins where the last of a bundle is made."""
+        backward, found = self.backward, dict[int, float]()
+        bundles: dict[object, tuple[int, int]] = {}  # what is alike -> the last of an open bundle, and its bytes
+        for at, convert in enumerate(backward.part):
+            if at in self.unit_of or not backward.wire_s[at] or not isinstance(convert, Convert):
+                continue
+            found[at] = backward.wire_s[at]
+            meta = backward.program.held[convert.input].meta
+            if backward.leads[at] or not self.bundled or meta.nbytes > LIMIT_BYTES:
+                continue
+            last, nbytes = bundles.get((convert.kind, meta.dtype), (at, LIMIT_BYTES))
+            if nbytes + meta.nbytes <= LIMIT_BYTES:
+                found[at] += found.pop(last)
+                nbytes += meta.nbytes
+            else:
+                nbytes = meta.nbytes
+            bundles[convert.kind, meta.dtype] = at, nbytes
+        return found
 
     def run(self) -> Postponed:
         backward = self.backward
@@ -197,7 +225,7 @@ class _Order:
         found, seconds = [], float("inf")
         for at in reversed(range(len(self.backward.part))):
             if at not in self.unit_of:
-                seconds = 0.0 if self.backward.wire_s[at] else seconds + self.backward.compute_s[at]
+                seconds = 0.0 if at in self.sent_s else seconds + self.backward.compute_s[at]
             found.append(seconds)
         return found[::-1]
 
@@ -205,8 +233,8 @@ class _Order:
         """An instruction runs where it always does."""
         backward = self.backward
         self.clock_s += backward.compute_s[at]
-        if backward.wire_s[at]:
-            self.wire_s = max(self.wire_s, self.clock_s) + backward.wire_s[at]
+        if at in self.sent_s:
+            self.wire_s = max(self.wire_s, self.clock_s) + self.sent_s[at]
             if backward.leads[at]:  # and is waited for
                 self._fill(self.wire_s, at)
                 self.clock_s = max(self.clock_s, self.wire_s)

@@ -43,8 +43,9 @@ $(STAMP): constraints.txt pyproject.toml setup.py
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j 2 lint unit
 
+# Dozens of processes import what is tested: it is compiled once.
 unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile -m "not long" $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile -m "not long" $(ARGS)
 
 test-long: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m long $(ARGS)

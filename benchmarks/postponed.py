@@ -2,11 +2,11 @@
 
     python benchmarks/postponed.py [--quick] [--turns 20]
 
-An autoencoder whose last layer's weight is the first one's, too, on two ranks with a core of this machine each, joined by a slow
-network, data parallel: of that weight's gradient one term is made first, and their sum sent last. HAP plans with
-parameters pinned whole; the plan and the same one with all calls in the order of the backward pass take turns, step by
-step, at this machine's own speed. Steps are those of the slower rank. Both compute the same numbers: losses must be
-equal to rounding.
+An autoencoder whose last layer's weight is the first one's, too, on two ranks with a core of this machine each, joined
+by a slow network, data parallel: of that weight's gradient one term is made first, and their sum sent last. HAP plans
+with parameters pinned whole; the plan and the same one with all calls in the order of the backward pass take turns,
+step by step, at this machine's own speed. Steps are those of the slower rank. Both compute the same numbers: losses
+must be equal to rounding.
 """
 
 from __future__ import annotations

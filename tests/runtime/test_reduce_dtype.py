@@ -379,6 +379,7 @@ def run_acco(rank: int, made: dict[str, Plan]) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 def test_acco_exchanges_what_is_rounded() -> None:
     plain, batches = choices(languages()[0]), {"args.0": (0, gpt2.BATCH), "targets.0": (0, gpt2.BATCH)}
     made = {"own": narrow_plan(plain, batches, sizes_for(plain, (4, 1, 3))), **language_plans()}

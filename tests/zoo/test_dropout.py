@@ -172,8 +172,13 @@ class Recurrent(nn.Module):
         return out.sum() + sum(s.square().sum() for s in (state if isinstance(state, tuple) else (state,)))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True}], ids=str)
+STACKS = ((nn.LSTM, {}), (nn.GRU, {"batch_first": True}), (nn.RNN, {"bidirectional": True}))
+REST = [(kind, options) for kind, _ in STACKS for _, options in STACKS if (kind, options) not in STACKS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*STACKS, *(pytest.param(*stack, marks=pytest.mark.long) for stack in REST)]
+)
 def test_stacked_recurrent_layers_keep_their_dropout(kind, options):
     """torch 2.13 loses it while it traces."""
     torch.manual_seed(0)

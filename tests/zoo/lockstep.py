@@ -15,11 +15,19 @@ from hap.capture import capture, source_values
 from hap.codegen.lowering import lower
 from hap.cost_models.work import op_class
 from hap.graph import Graph
+from hap.order import NONE, Postponed
 from hap.placement import GroupSizes, Shard
 from hap.plan import Strategy
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
-from tests._support.plans import greedy_strategies, make_plan, random_sizes, random_strategies, sizes_for
+from tests._support.plans import (
+    greedy_strategies,
+    make_plan,
+    random_postponed,
+    random_sizes,
+    random_strategies,
+    sizes_for,
+)
 
 TOLERANCE = 1e-10
 SEED = 5
@@ -39,10 +47,16 @@ def possible(case: Case) -> Choices:
 _last: list[tuple[Case, Choices]] = []
 
 
-def run(case: Case, found: Choices, strategies: Mapping[str, Strategy], sizes: GroupSizes) -> Outcome:
+def run(
+    case: Case,
+    found: Choices,
+    strategies: Mapping[str, Strategy],
+    sizes: GroupSizes,
+    postponed: Postponed = NONE,
+) -> Outcome:
     """One step under these decisions."""
     world_size = len(next(iter(sizes.values())))
-    plan = make_plan(found, strategies, sizes, world_size=world_size)
+    plan = make_plan(found, strategies, sizes, postponed=postponed, world_size=world_size)
     values = source_values(found.graph, case.model, case.inputs, case.targets, seed=SEED)
     result = run_lockstep(lower(found.graph, plan), values)
     return Outcome(result.loss, result.gradients, kept(case.model) | dict(result.updates))
@@ -69,10 +83,11 @@ def _is_dealt(strategy: Strategy) -> bool:
 
 
 def random_error(case: Case, seed: int) -> tuple[float, str]:
-    """The same with any strategies and any sizes, zeros included, on three ranks."""
+    """The same with any strategies and any sizes, zeros included, on three ranks, some calls postponed."""
     found, source = possible(case), random.Random(seed)
-    strategies = random_strategies(found, source)
-    return worst_error(run(case, found, strategies, random_sizes(found, 3, source)), one_device(case, SEED))
+    strategies, sizes = random_strategies(found, source), random_sizes(found, 3, source)
+    late = random_postponed(found.graph, source)
+    return worst_error(run(case, found, strategies, sizes, late), one_device(case, SEED))
 
 
 def case_of(model: nn.Module, inputs: Any, loss_fn: Any, targets: Any) -> Case:

@@ -133,6 +133,7 @@ class Evaluator:
     model: ComputeModel = DEFAULT_MODEL
     batches: Batches = ONE
     _folded: dict[tuple[int, ...], Forms] = field(default_factory=dict, repr=False)
+    _late: dict[object, Mapping[str, Step]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def forms(self) -> Forms:
@@ -147,13 +148,20 @@ class Evaluator:
 
     def on(self, cluster: ClusterSpec) -> Evaluator:
         """The same for another cluster; what was found of the graph is handed on."""
-        other = replace(self, cluster=cluster, _folded={})
+        other = replace(self, cluster=cluster, _folded={}, _late={})
         other.__dict__.update(strides=self.strides, steps=self.steps, parts=self.parts)
         return other
 
     @cached_property
     def steps(self) -> Mapping[str, Step]:
         return find_steps(self.graph, self.strides)
+
+    def _late_steps(self, postponed: Postponed) -> Mapping[str, Step]:
+        """In the order with calls postponed."""
+        key = tuple(postponed.items())
+        if key not in self._late:
+            self._late[key] = find_steps(self.graph, self.strides, postponed)
+        return self._late[key]
 
     @cached_property
     def parts(self) -> Parts:
@@ -194,7 +202,7 @@ class Evaluator:
         """What does not depend on sizes, for those who ask about several. ``needs``, if known, go before ``regather``
         and ``kept``."""
         used = dict.fromkeys(group for s in strategies.values() for group in s.groups)
-        steps = find_steps(self.graph, self.strides, postponed) if postponed else self.steps
+        steps = self._late_steps(postponed) if postponed else self.steps
         again = repeats(self.graph, strategies, recomputed, self.parts)
         if needs is None:
             needs = find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)

@@ -16,7 +16,12 @@ def changed(problem: Problem, best: Found, strategies: Mapping[str, Strategy]) -
     """``best`` with these strategies of some nodes; groups that it did not use are dealt out evenly."""
     every, sizes = {**best.strategies, **strategies}, sizes_with(problem, best, strategies)
     evaluation = problem.facts.evaluator.evaluate(
-        every, sizes, regather=best.regather, kept=best.kept, recomputed=best.repeated
+        every,
+        sizes,
+        regather=best.regather,
+        kept=best.kept,
+        recomputed=best.repeated,
+        postponed=best.postponed,
     )
     return replace(best, strategies=every, sizes=sizes, evaluation=evaluation)
 

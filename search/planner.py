@@ -175,6 +175,9 @@ def _plan_whole(tried: Tried, number: int) -> None:
         search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
         best, overlapped_s = move(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)
+    if best.postponed:  # which parameters are best whole was asked of another order
+        search.met.append(best)
+        tried.planned[number] = Planned(search, *or_mixed(search, best, overlapped_s))
 
 
 @dataclass

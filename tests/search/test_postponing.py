@@ -19,9 +19,12 @@ from hap.report.diff import diff
 from hap.report.explain import explain
 from hap.report.summary import summarize
 from hap.rules.choices import Choices, choices
-from hap.search import postponing
+from hap.search import planner, postponing
+from hap.search.changed import changed
+from hap.search.found import Found
 from hap.search.judge import played
 from hap.search.limits import LIMITS
+from hap.search.mixing import or_mixed
 from hap.search.pins import Pins
 from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
@@ -151,3 +154,27 @@ def test_it_is_told_wherever_a_plan_is() -> None:
     assert words in summarize(plan) and words in explain(plan)
     assert words[4:] not in summarize(without)
     assert f"postponed in the backward pass: 0 calls; now {count} calls" in str(diff(without, plan))
+
+
+def test_which_parameters_are_whole_is_asked_again_of_the_new_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def recorded(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+        asked.append(bool(best.postponed))
+        return or_mixed(search, best, overlapped_s)
+
+    monkeypatch.setattr(planner, "or_mixed", recorded)
+    plan = plan_graph(tied(), devices(), pins=PINS)
+    assert plan.postponed and asked == [False, True]
+    asked.clear()
+    assert not plan_graph(tied(), devices("1000GB/s"), pins=PINS).postponed and asked == [False]
+
+
+def test_what_is_changed_later_knows_the_order() -> None:
+    """``changed`` keeps what is postponed, and counts its memory."""
+    search = Search(Problem.state(tied(), devices(), "adamw", PINS), LIMITS["normal"])
+    best = search.run()
+    late = replace(best, postponed=planned().postponed)
+    found = changed(search.problem, late, {})
+    assert found.postponed == planned().postponed
+    assert max(found.evaluation.memory_bytes) > max(best.evaluation.memory_bytes)

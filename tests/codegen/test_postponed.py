@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hap.capture import interpret, source_values
 from hap.codegen.lowering import lower
 from hap.codegen.passes.runner import run_passes, standard_passes
-from hap.codegen.program import Call, Convert, Program, verify_program
+from hap.codegen.program import Program, verify_program
 from hap.errors import PlanError
 from hap.graph import Value
 from hap.order import Postponed, program_parts
@@ -20,22 +17,17 @@ from hap.plan import Plan, Recomputed
 from hap.runtime.lockstep import run_lockstep
 from tests._support import cases, gpt2
 from tests._support.plans import make_plan, random_postponed, random_sizes, random_strategies, replicated_plan
+from tests.codegen.test_recompute import ran, values
 from tests.cost_models.build import relu_step
 from tests.rules.test_host_graph import parts, squares
 
-FORWARD = ("renames", "dead_code", "fuse", "hoist", "sink", "bucket", "prefetch", "overlap")
+PASSES = ("renames", "dead_code", "fuse", "hoist", "sink", "bucket", "prefetch", "overlap")
 
 
 def relu_program(postponed: Postponed) -> Program:
     """loss = sum(relu(x @ w)); the backward pass makes e of the tangent, g, and of x and g the gradient gw."""
     graph = relu_step()
     return lower(graph, replicated_plan(graph).model_copy(update={"postponed": dict(postponed)}))
-
-
-def ran(program: Program) -> list[str]:
-    """The nodes whose calls the backward part makes, in order."""
-    calls = [i for i in program.backward if isinstance(i, Call)]
-    return [program.held[next(name for name in call.outputs if name)].value.node for call in calls]
 
 
 def test_a_call_runs_just_before_another_or_at_the_end() -> None:
@@ -61,19 +53,13 @@ def readers(name: str) -> list[str]:
     return [user.op for user, _ in gpt2.graph().users.get(Value(name), ())]
 
 
-@cache
-def values() -> dict[Value, torch.Tensor]:
-    graph = gpt2.graph()
-    return interpret(graph, source_values(graph, gpt2.build(), (gpt2.batch(),), gpt2.batch(), tangent=1.3))
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     source=st.randoms(use_true_random=False),
     world_size=st.integers(1, 4),
     regather=st.booleans(),
     part=st.floats(0.05, 1.0),
-    off=st.sets(st.sampled_from(FORWARD)),
+    off=st.sets(st.sampled_from(PASSES)),
 )
 def test_any_calls_of_any_program(source, world_size, regather, part, off) -> None:  # type: ignore[no-untyped-def]
     """Every value is what one device has; the calls and conversions are those of the plan that postpones nothing."""
@@ -85,8 +71,8 @@ def test_any_calls_of_any_program(source, world_size, regather, part, off) -> No
     before, after = lower(found.graph, plain), lower(found.graph, plan)
     order = [n.name for n in program_parts(found.graph, late)[2]]
     assert ran(after) == order and sorted(ran(before)) == sorted(order)
-    conversions = [sorted(str(i) for i in p.backward if isinstance(i, Convert)) for p in (before, after)]
-    assert len(conversions[0]) == len(conversions[1])
+    made, same = (sorted((c.input, c.kind, str(c.target)) for c in p.conversions) for p in (before, after))
+    assert made == same
     rewritten = run_passes(after, standard_passes(), off=sorted(off)).program
     verify_program(rewritten)
     step = run_lockstep(rewritten, values(), check=True)

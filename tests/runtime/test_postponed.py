@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -26,10 +27,10 @@ from tests.runtime.test_features_models import apart
 from tests.runtime.test_recompute import compiled
 
 PLANS = {
-    "data": cases.data_parallel((5, 2, 1)),
-    "zero": cases.zero((5, 0, 3), regather=True),
-    "tensor": cases.tensor_parallel((3, 2, 1)),
-    "anything": cases.anything(4),
+    "data": partial(cases.data_parallel, (5, 2, 1)),
+    "zero": partial(cases.zero, (5, 0, 3), regather=True),
+    "tensor": partial(cases.tensor_parallel, (3, 2, 1)),
+    "anything": partial(cases.anything, 4),
 }
 
 
@@ -75,13 +76,13 @@ def postponing(plan: Plan, seed: int) -> Plan:
     "names", [("zero",), pytest.param(("data", "tensor", "anything"), marks=pytest.mark.long)], ids=["some", "others"]
 )
 def test_gpt2_equals_one_device(names: tuple[str, ...]) -> None:
-    for rank in run_ranks(3, train, {name: postponing(PLANS[name], 0) for name in names}):
+    for rank in run_ranks(3, train, {name: postponing(PLANS[name](), 0) for name in names}):
         for name, errors in rank.items():
             assert len(errors) == 1 + 28 and max(errors) < 1e-10, (name, max(errors))
 
 
 def test_gradients_are_those_of_the_plan_without_to_the_last_bit() -> None:
-    plan = PLANS["tensor"]
+    plan = PLANS["tensor"]()
     assert run_ranks(3, bits, plan, postponing(plan, 1)) == [True] * 3
 
 

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -32,6 +33,9 @@ from hap.cost_models.collective import best_decomposition, candidates, collectiv
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Collective
 from hap.runtime.collectives import Communicator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 NAME = "collectives"
 RATES = (1000, 1000, 200, 200)  # Mbit/s, both ways
@@ -185,21 +189,21 @@ def main() -> None:
         report.write(figure)
 
 
-def draw(axis: object, picture: Sequence[tuple[str, dict[str, Spread], str, float]]) -> None:
+def draw(axis: Axes, picture: Sequence[tuple[str, dict[str, Spread], str, float]]) -> None:
     """Bars of every way over the bound, the chosen one dark."""
     at, ticks = 0.0, []
     for name, spreads, chosen, bound in picture:
         first = at
         for way, spread in spreads.items():
             colour = COLOURS[0] if way == chosen else "#c3d3e0"
-            axis.bar(at, spread.median / bound, color=colour)  # type: ignore[attr-defined]
-            axis.text(at, 0.05, way, rotation=90, ha="center", va="bottom", fontsize=7)  # type: ignore[attr-defined]
+            axis.bar(at, spread.median / bound, color=colour)
+            axis.text(at, 0.05, way, rotation=90, ha="center", va="bottom", fontsize=7)
             at += 1
         ticks.append(((first + at - 1) / 2, name.replace(" ", "\n")))
         at += 1
-    axis.axhline(1, color=COLOURS[1], linewidth=1)  # type: ignore[attr-defined]
-    axis.set_xticks([x for x, _ in ticks], [name for _, name in ticks], fontsize=8)  # type: ignore[attr-defined]
-    axis.set(ylabel="seconds over the lower bound", title="Each collective in every way; dark: the cost model's choice")  # type: ignore[attr-defined]
+    axis.axhline(1, color=COLOURS[1], linewidth=1)
+    axis.set_xticks([x for x, _ in ticks], [name for _, name in ticks], fontsize=8)
+    axis.set(ylabel="seconds over the lower bound", title="Each collective in every way; dark: the cost model's choice")
 
 
 if __name__ == "__main__":

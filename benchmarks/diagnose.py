@@ -274,9 +274,9 @@ def write(report: Report, rows: Sequence[Row], cost: Cost) -> None:
     report.figure("healthy_jobs", len(rows) - len(faulty))
     report.figure("healthy_jobs_with_findings", sum(not row.right for row in rows if row.fault.what == "none"))
     report.figure("false_findings", sum(row.false for row in rows))
-    measured = [row for row in faulty if row.right and row.factor is not None and row.fault.what == "computes slowly"]
-    if measured:
-        report.figure("worst_error_of_factor", max(abs(row.factor / row.fault.factor - 1) for row in measured))  # type: ignore[operator]
+    measured = [row for row in faulty if row.right and row.fault.what == "computes slowly"]
+    if errors := [abs(row.factor / row.fault.factor - 1) for row in measured if row.factor is not None]:
+        report.figure("worst_error_of_factor", max(errors))
     if after := [row.after_s for row in rows if row.after_s is not None]:
         report.figure("seconds_to_tell_a_hang", max(after), Spread.of(after))
     report.figure("recording_us_of_a_collective", cost.alone_us.median, cost.alone_us)

@@ -28,8 +28,10 @@ from hap.codegen.layout import Layout
 from hap.codegen.program import DECOMPOSITIONS
 from hap.draws import rand, randint, randn
 from hap.dropout import keep_mask
+from hap.plan import Collective
 from hap.run_record import read_folder
 from hap.runtime.collectives import Communicator
+from hap.runtime.transfer import Layouts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 CASES = 12
@@ -94,7 +96,7 @@ def compare_collectives(device: torch.device, seed: int) -> dict[str, int]:
         parts = [_whole(source, shape, dtype) for _ in range(world_size)]
         whole, total = parts[0], torch.stack(parts).sum(0, dtype=dtype)
         piece, mine = first.take(whole, comm.rank).to(device), parts[comm.rank].to(device)
-        jobs = {
+        jobs: dict[Collective, tuple[torch.Tensor, Layouts, torch.Tensor]] = {
             "all_gather": (piece, (first,), whole),
             "all_reduce": (mine, (), total),
             "reduce_scatter": (mine, (first,), first.take(total, comm.rank)),
@@ -102,8 +104,8 @@ def compare_collectives(device: torch.device, seed: int) -> dict[str, int]:
         }
         for kind, (value, layouts, expected) in jobs.items():
             for how in DECOMPOSITIONS[kind] if world_size > 1 else DECOMPOSITIONS[kind][:1]:
-                same(kind, how, comm.together(kind, [value], [layouts], how)[0], expected)  # type: ignore[arg-type]
-                pending = comm.start(kind, [value, value], [layouts, layouts], how)  # type: ignore[arg-type]
+                same(kind, how, comm.together(kind, [value], [layouts], how)[0], expected)
+                pending = comm.start(kind, [value, value], [layouts, layouts], how)
                 for result in comm.wait(pending):
                     same(kind, f"{how}, left under way", result, expected)
     return found
@@ -162,7 +164,8 @@ def tiny() -> Tiny:
 def tiny_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, targets), both (12, 16)."""
     generator = torch.Generator().manual_seed(100 + step)
-    return tuple(torch.randint(0, 61, (12, 16), generator=generator) for _ in range(2))  # type: ignore[return-value]
+    ids, targets = (torch.randint(0, 61, (12, 16), generator=generator) for _ in range(2))
+    return ids, targets
 
 
 def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -242,7 +245,7 @@ def _difference(program: Any, device: torch.device) -> float:
     return max(worst, *(relative(state[n], p) for n, p in model.state_dict().items()))
 
 
-def _resumed(program: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _resumed(program: Any, optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
     """Saved, forgotten and loaded again: the optimizer to go on with."""
     comm = Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, program.device)
     with tempfile.TemporaryDirectory() as folder:
@@ -270,10 +273,11 @@ def attention_error(device: torch.device, dtype: torch.dtype) -> float:
         mask = torch.randn(2, 1, queries, keys, generator=generator).to(device, dtype) if masked else None
         out, logsumexp = attention(q, k, v, mask, causal, 0.3)
         found = (out, *attention_backward(grad, q, k, v, mask, out, logsumexp, causal, 0.3))
-        wide = [x.double().cpu() for x in (q, k, v, grad)]
+        wide_q, wide_k, wide_v, wide_grad = (x.double().cpu() for x in (q, k, v, grad))
         far = None if mask is None else mask.double().cpu()
-        expected_out, sums = attention(*wide[:3], far, causal, 0.3)
-        expected = (expected_out, *attention_backward(wide[3], *wide[:3], far, expected_out, sums, causal, 0.3))
+        expected_out, sums = attention(wide_q, wide_k, wide_v, far, causal, 0.3)
+        gradients = attention_backward(wide_grad, wide_q, wide_k, wide_v, far, expected_out, sums, causal, 0.3)
+        expected = (expected_out, *gradients)
         worst = max(worst, *(relative(a, b) for a, b in zip(found, expected, strict=True) if b.numel()))
     return worst
 

@@ -75,9 +75,17 @@ def train_over_hosts(device: torch.device) -> float:
     """A plan of two axes, for two hosts with half of the ranks each: the largest relative difference of losses,
     gradients and parameters from one device."""
     ids, targets = tiny_batch(0)
-    given = {"example_inputs": (ids,), "example_targets": targets, "loss_fn": token_loss}
-    plan = hap.plan_mesh(tiny(), two_hosts(dist.get_world_size(), device), effort="quick", **given)
-    program = hap.compile(tiny(), plan=plan, device=device, **given)
+    plan = hap.plan_mesh(
+        tiny(),
+        two_hosts(dist.get_world_size(), device),
+        example_inputs=(ids,),
+        example_targets=targets,
+        loss_fn=token_loss,
+        effort="quick",
+    )
+    program = hap.compile(
+        tiny(), plan=plan, device=device, example_inputs=(ids,), example_targets=targets, loss_fn=token_loss
+    )
     model, worst = tiny().to(device), 0.0
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (program, model))
     for step in range(STEPS):

@@ -29,7 +29,7 @@ from hap.fabric import Array
 from hap.hosts import delay_s, find_delays
 
 DATA = Path(__file__).parent / "data" / "sailor_link_curves.csv"
-SIZES = 1e6 * 2.0 ** np.arange(11)  # bytes: 1 MB to 1 GB
+SIZES: Array = 1e6 * 2.0 ** np.arange(11, dtype=np.float64)  # bytes: 1 MB to 1 GB
 POINTS = {2: (1, 64), 3: (1, 16, 256), 5: (1, 4, 16, 64, 256)}  # MB
 LATENCY_S = 5e-6
 

@@ -62,7 +62,7 @@ from hap.search.tables import Prices, Tables
 NAME = "planning_ablations"
 CASES = tuple(f"{model}@{name}" for name in ("mix-4", "mix-16") for model in PER_DEVICE)
 ASTAR = ("vgg19@mix-4", "gpt2@mix-4", "vit@mix-16", "bert@mix-16")
-MOVED = (
+MOVED: tuple[str, ...] = (
     "gpt2@mix-4",
     "bert@mix-4",
     "gpt2@mix-16",
@@ -80,7 +80,7 @@ UNMOVED = {  # what is left out: what is changed, and to what
     "readers served together": ("hap.search.planner.or_apart", lambda _, best, overlapped_s: (best, overlapped_s)),
     "whole kinds left out": ("hap.search.fewer.fewer_hosts", lambda *of: list(slowest_kinds(*of))),
     "nothing postponed": ("hap.search.planner.or_postponed", lambda _, best, overlapped_s: (best, overlapped_s)),
-    "nothing urgent": ("hap.codegen.passes.windows.Window", lambda *fields: Window(*fields[:-1], is_urgent=False)),
+    "nothing urgent": ("hap.codegen.passes.windows.Window", lambda *fields: replace(Window(*fields), is_urgent=False)),
 }
 ALL_OF_THEM = "for all devices"
 PLAIN = {
@@ -169,7 +169,7 @@ def one_way(case: Case) -> Plan:
 
 @contextmanager
 def plainest() -> Iterator[None]:
-    with mock.patch.dict(collective._DECOMPOSITIONS, PLAIN):  # type: ignore[arg-type]
+    with mock.patch.dict(collective._DECOMPOSITIONS, PLAIN):
         yield
 
 
@@ -197,7 +197,7 @@ def without_factors(found: Choices) -> Choices:
 
 def gradient_products(graph: Graph) -> list[str]:
     """Products whose value is a parameter's gradient, by itself or through views."""
-    found, pending = {}, list(graph.gradients.values())
+    found, pending = dict[str, None](), list(graph.gradients.values())
     while pending:
         value = pending.pop()
         node = graph.by_name[value.node]

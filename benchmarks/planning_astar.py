@@ -206,10 +206,10 @@ def step_seconds(case: Case, costs: _Costs, picks: dict[str, int]) -> tuple[floa
     is exceeded."""
     strategies = {name: case.candidates[name][i] for name, i in picks.items()}
     program = list(_program(case, costs, picks, strategies))
-    if any(variable is None for variable, _ in program) or not _inputs_agree(case, strategies):
+    variables = [variable for variable, _ in program if variable is not None]
+    if len(variables) < len(program) or not _inputs_agree(case, strategies):
         return (math.inf,) * len(CLOCKS)
     found = costs.coefficients
-    variables = [variable for variable, _ in program]
     if (found.held_bytes[:, :, variables].sum(axis=2) > found.capacity_bytes).any():
         return (math.inf,) * len(CLOCKS)
     together, alone = found.together_s[variables], found.compute_s[:, variables]
@@ -263,7 +263,8 @@ def compare(case: Case) -> Outcome:
     bill, itemised = bill_prices(prices)
     coefficients = itemised.coefficients()
     costs = _Costs.of(bill, coefficients)
-    every, found, other, expanded, gap = exhaustive(case, costs), {}, {}, 0, 0.0
+    every, found, other = exhaustive(case, costs), dict[Clock, float](), dict[Clock, float]()
+    expanded, gap = 0, 0.0
     for number, clock in enumerate(CLOCKS):
         synthesis = synthesise(background_theory(bill, coefficients, clock))
         found[clock] = math.inf if synthesis is None else synthesis.seconds

@@ -366,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.figure("share_of_bound_clusters_above_published, the source's memory", int(better[1]))
     report.figure("share_of_bound_clusters_above_published, exchanged once", int(better[2]))
     report.figure("share_of_bound_search_seconds", slowest)
-    columns = ("A100+V100", "rounds x samples each", "bound s", "step s", "exchanged once s", "share")
+    columns: tuple[str, ...] = ("A100+V100", "rounds x samples each", "bound s", "step s", "exchanged once s", "share")
     columns += (
         "the source's memory",
         "exchanged once",

@@ -39,8 +39,8 @@ from hap.search.starts import Start
 NAME = "planning_starts"
 QUICK = ("vgg19@mix-4",)
 EMPTY = 0.4  # of the beginnings leave hosts without anything, each with a chance of one half
-COLUMNS = ("model", "cluster", "devices", "s", "as run ms", "others' shortest", "nothing overlapped ms", "shortest")
-COLUMNS += ("unfit",)
+COLUMNS: tuple[str, ...] = ("model", "cluster", "devices", "s", "as run ms", "others' shortest")
+COLUMNS += ("nothing overlapped ms", "shortest", "unfit")
 
 
 @dataclass(frozen=True)

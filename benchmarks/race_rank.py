@@ -176,14 +176,15 @@ class Zero(Ddp):
             def _sync_params(self) -> None:
                 if contestant.pace is not None:
                     contestant.pace.settle()
-                super()._sync_params()
+                super()._sync_params()  # type: ignore[misc]  # torch's stub of the class leaves it out
                 if contestant.pace is not None:
                     contestant.pace.resume()
 
         return Paced(self.module.parameters(), torch.optim.AdamW, lr=RATE)
 
     def tensors(self) -> list[torch.Tensor]:
-        return _held(self.module, self.optimizer.optim)  # type: ignore[attr-defined]
+        assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
+        return _held(self.module, self.optimizer.optim)
 
 
 class Fsdp:

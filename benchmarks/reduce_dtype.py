@@ -26,13 +26,14 @@ from hap.capture import capture
 from hap.capture.narrow import narrowed
 from hap.cost_models.profile import CalibratedCluster
 from hap.plan import Plan
-from hap.reduce_dtype import REDUCE_DTYPES
+from hap.reduce_dtype import REDUCE_DTYPES, ReduceName
 from hap.rules.choices import choices
 from hap.runtime.emulate import measure_host
 from hap.search.planner import plan_graph
 
 NAME = "reduce_dtype"
-OWN, NARROW = "float32", "bfloat16"
+OWN = "float32"
+NARROW: ReduceName = "bfloat16"
 MODELS, BATCH = ("GPT-2", "BERT", "VGG"), 16
 SESSIONS = 4  # of fresh processes: a plan's pace is recorded once in each, and differs from the next one's by 20 %
 CASES = ("both", "links", "equal")

@@ -213,7 +213,7 @@ def _in_float64(kind: Any, config: Any) -> nn.Module:
         raise ValueError(f"it keeps {count / 1e6:.0f} million parameters")
     model = kind.from_config(config).double().train()
     caches = "use_cache" in inspect.signature(model.forward).parameters
-    return Output(model, **({"use_cache": False} if caches else {}))
+    return Output(model, use_cache=False) if caches else Output(model)
 
 
 def _tokens() -> torch.Tensor:

@@ -68,6 +68,9 @@ class Residual(nn.Module):
 class Diffusion(nn.Module):
     """Ho et al. 2020: a step draws times and noise, and a U-Net tells the noise from the noisy image."""
 
+    signal: torch.Tensor
+    noise: torch.Tensor
+
     def __init__(self, widths: list[int], blocks: int, attends: int, groups: int, steps: int = 1000) -> None:
         """``widths`` of every resolution; ``attends``: the one whose blocks attend."""
         super().__init__()

@@ -16,8 +16,8 @@ def gpt2(size: Size) -> Case:
     """124M parameters, 1024 tokens, tied embeddings, dropout 0.1."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    small = {"n_layer": 2, "n_head": 6, "n_embd": 48, "vocab_size": SMALL_VOCABULARY, "n_positions": 16}
-    small |= {"bos_token_id": None, "eos_token_id": None}
+    small: dict[str, int | None] = {"n_layer": 2, "n_head": 6, "n_embd": 48, "vocab_size": SMALL_VOCABULARY}
+    small |= {"n_positions": 16, "bos_token_id": None, "eos_token_id": None}
     model = Output(GPT2LMHeadModel(GPT2Config(**(small if size == "small" else {}))), use_cache=False)
     vocabulary, shape = (50257, (8, 1024)) if size == "real" else (SMALL_VOCABULARY, (SMALL_BATCH, SMALL_LENGTH))
     ids = tokens(vocabulary, *shape)

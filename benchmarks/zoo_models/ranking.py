@@ -13,6 +13,8 @@ from benchmarks.zoo_models.case import Case, Size, ZooModel
 class Dlrm(nn.Module):
     """``dense (B, D)`` and ``sparse (B, T)``, one index per table -> a logit (B,)."""
 
+    pairs: torch.Tensor
+
     def __init__(self, tables: list[int], width: int, dense: int, bottom: list[int], top: list[int]) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for rows in tables)

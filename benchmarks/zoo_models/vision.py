@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -90,7 +91,7 @@ def vgg19(size: Size) -> Case:
     return Case(Vgg([(1, 6), (2, 8)], 2, 24, 5), *_in_order(SMALL_BATCH, 16, 5))
 
 
-def _in_order(batch: int, side: int, classes: int) -> tuple:
+def _in_order(batch: int, side: int, classes: int) -> tuple[torch.Tensor, Callable[..., torch.Tensor], torch.Tensor]:
     images, labels = _images(batch, side, classes)
     return images, class_loss, labels
 

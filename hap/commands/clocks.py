@@ -148,7 +148,7 @@ def _on_testbed(
 ) -> Profile:
     sys.path.append(os.getcwd())  # the hap command, unlike python -m hap, does not look where it is run
     try:
-        from benchmarks.testbed import RankError, Testbed  # type: ignore[import-not-found]
+        from benchmarks.testbed import RankError, Testbed
     except ModuleNotFoundError:
         raise HapError("--testbed needs a checkout: run it where benchmarks/ is") from None
     from hap.cost_models.profile import Profile

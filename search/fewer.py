@@ -5,17 +5,19 @@ some without a part of the hosts that have a kind (``subsets``). Each is a probl
 its own. Two clocks tell how long its plans take: the step with nothing overlapped, which bounds are for, and the step
 as the plan's program is run (``judge``), by which plans are chosen. A first glance gives a plan of either, but which
 step as run a whole search leads to, only it can tell. As run, a step is never shorter than the devices' compute,
-perfectly dealt out, rarely shorter than ``LIKELY`` times that at first glance, where memory does not make it longer,
-nor the fastest devices do nearly everything, which fewer devices do better; and rarely than ``OVERLAP`` of the one
-with nothing overlapped.
+perfectly dealt out, rarely shorter than ``AT_BEST`` of that at first glance, where memory does not make it longer, nor
+the fastest devices do nearly everything, which fewer devices do better; and rarely than ``OVERLAP`` of the one with
+nothing overlapped. What a search changes last (which parameters are whole, readers apart, calls postponed) makes most
+of the difference, and can be asked of what a glance found: a closer look, of which the step is rarely shorter than
+``LIKELY``. It is taken where that decides.
 
     glance at the whole cluster, then at those without whole kinds, unless they are known to take longer than the
         shortest step seen (of a large graph in the order of the bounds)
     glance at the next smaller and the next larger one beside the shortest of these
     for those where nothing fits at first glance, the least bound first, and then for the whole cluster and the smaller
     ones whose glance is shorter than the whole's, the shortest as run first:
-        plan it to its step as run, unless the least that it may be, by the rules above, is no shorter than the shortest
-            step known (as run; of what is not planned yet, at first glance)
+        plan it to its step as run, unless the least that it may be, by the rules above and a closer look, is no shorter
+            than the shortest step known (as run; of what is not planned yet, at first glance)
     from the shortest plan on, with ever fewer hosts of its slowest kind, and with ever more of the next slower one as
     long as that makes the plan shorter:
         glance, and plan, by the same rules
@@ -50,7 +52,8 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 OVERLAP = 0.5  # of a step with nothing overlapped, as run: the longer of computing and sending is half of both or more
-LIKELY = 0.95  # of the step as run at first glance, which a whole search leads to
+AT_BEST = 0.85  # of the step as run at first glance, which a whole search leads to; mostly, and by a closer look, ...
+LIKELY = 0.95  # ... of it
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
 FEWEST_NODES = 500  # of a graph whose bounds are worth a second process
 
@@ -73,7 +76,8 @@ class Tried:
     """The searches of one job and what they have come to: that of the whole cluster first, with ``nest`` those of what
     is left without ``ranks``; the first ``kinds`` of them miss whole kinds of devices, the others some hosts of a
     kind, too. ``order``: their numbers, from all devices to the fewest. ``glances``: what fitted at first glance;
-    ``seen``: their steps as run, where they were played. ``beside``: the process that works on bounds, and ``second``
+    ``seen``: their steps as run, where they were played, and ``looks``, what has them; ``closer``: where these were
+    looked at more closely. ``beside``: the process that works on bounds, and ``second``
     the one that it asks for some of them."""
 
     searches: list[Search]
@@ -81,6 +85,8 @@ class Tried:
     order: list[int] = field(default_factory=list)
     glances: dict[int, Found] = field(default_factory=dict)
     seen: dict[int, float] = field(default_factory=dict)
+    looks: dict[int, Found] = field(default_factory=dict)
+    closer: set[int] = field(default_factory=set)
     planned: dict[int, Planned] = field(default_factory=dict)
     kinds: int = field(init=False)
     least_bound: LeastBound = field(init=False)
@@ -247,10 +253,22 @@ class Tried:
         if found is None or not found.fits:
             return False
         self.glances[number] = found
-        seen_s = search.look_s(found)
-        if seen_s is not None:
-            self.seen[number] = seen_s
+        look = search.look(found)
+        if look is not None:
+            self.looks[number], self.seen[number] = look
         return True
+
+    def may_take_less(self, number: int, than_s: float) -> bool:
+        """Whether that cluster's plan may have a shorter step than this, by a closer look where that decides."""
+        if self.least_s(number) < than_s:
+            return True
+        if number not in self.seen or number in self.closer:
+            return False
+        if max(self.compute_s(number), AT_BEST * self.looks_s(number)) >= than_s:
+            return False
+        self.closer.add(number)
+        self.seen[number] = self.searches[number].look_closer_s(self.looks[number], self.seen[number])
+        return self.least_s(number) < than_s
 
     def near(self, number: int) -> list[int]:
         """The next smaller cluster and the next larger one, where hosts alone are missing there."""
@@ -326,7 +344,7 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     promising.sort(key=lambda n: (tried.looks_s(n), n))
     for number in [*unfit, *promising]:  # a glance tells least of the unfit, and what they come to may rule out others
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
-        if tried.least_s(number) >= min(others, default=np.inf):
+        if not tried.may_take_less(number, min(others, default=np.inf)):
             continue
         refused = _plan(tried, plan, number)
         why = why or refused
@@ -343,7 +361,7 @@ def _go_on(tried: Tried, plan: Callable[[int], None], number: int) -> bool | Non
     if number not in tried.planned:
         if tried.takes_longer(number) or not (number in tried.glances or tried.glance(number)):
             return None
-        if tried.least_s(number) < best_s:
+        if tried.may_take_less(number, best_s):
             _plan(tried, plan, number)
     return number in tried.planned and tried.planned[number].as_run_s < best_s
 

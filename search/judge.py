@@ -102,9 +102,10 @@ def as_run_s(chooser: Chooser, found: Found) -> float:
     return _Stopwatch(chooser).seconds(found)
 
 
-def first_look_s(chooser: Chooser, found: Found) -> float:
-    """The shortest step, as it is run, of ``found`` and of what of the data-parallel family, and of everything on every
-    rank, is found quickly: parameters in shards only where whole ones do not fit, as they take about as long."""
+def first_look(chooser: Chooser, found: Found) -> tuple[Found, float]:
+    """Of ``found`` and of what of the data-parallel family, and of everything on every rank, is found quickly the one
+    with the shortest step as it is run, and that step: parameters in shards only where whole ones do not fit, as they
+    take about as long."""
     watch = _Stopwatch(chooser)
     watch.look([found])
     for sharded in (False, True):
@@ -113,7 +114,8 @@ def first_look_s(chooser: Chooser, found: Found) -> float:
         if family:
             break
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
-    return watch.least_s
+    shortest = min(watch.timed, key=lambda t: t.seconds)
+    return shortest.found, shortest.seconds
 
 
 def _key(found: Found) -> tuple[object, ...]:

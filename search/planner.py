@@ -31,7 +31,7 @@ from hap.search.bound import weighted_bound
 from hap.search.fewer import Planned, Tried, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
-from hap.search.judge import as_run_s, finest, first_look_s
+from hap.search.judge import as_run_s, finest, first_look
 from hap.search.keeping import or_keeping
 from hap.search.limits import LIMITS, Effort, Limits, Method
 from hap.search.mixing import or_mixed
@@ -208,12 +208,19 @@ class Search:
         bound, weights = weighted_bound(self.problem.facts)
         return bound.seconds(weights)
 
-    def look_s(self, found: Found) -> float | None:
-        """The step as run that ``found``, or what is found as quickly, leads to; None for a graph that is too large to
-        be played."""
+    def look(self, found: Found) -> tuple[Found, float] | None:
+        """``found``, or what is found as quickly and is shorter as run, and its step as run; None for a graph that is
+        too large to be played."""
         if len(self.problem.choices.graph.nodes) > self.limits.played:
             return None
-        return first_look_s(self.chooser, found)
+        return first_look(self.chooser, found)
+
+    def look_closer_s(self, found: Found, seconds: float) -> float:
+        """The step as run, ``seconds`` so far, once what is changed last is changed in ``found``, too: mostly near what
+        a whole search leads to, and found in a part of its time."""
+        for move in (or_mixed, or_apart, or_postponed):
+            found, seconds = move(self, found, seconds)
+        return seconds
 
     def run(self) -> Found:
         """The best plan that fits. InfeasibleError if there is none."""

@@ -1,4 +1,4 @@
-"""Calls of the backward pass that run later than they could, measured: the same plan, with and without.
+"""Calls of the backward pass that run out of turn, measured: the same plan, with and without.
 
     python benchmarks/postponed.py [--quick] [--turns 20]
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=0, help="steps of each plan in a session")
     options = parse(NAME, "Gradients made as soon as they can be, or when the wire has enough to do.", argv, parser)
-    report = Report(NAME, "Calls of the backward pass that run later than they could", options)
+    report = Report(NAME, "Calls of the backward pass that run out of turn", options)
     count, rate = options.extra.turns or (6 if options.quick else 20), measure_host()
     rows = []
     for rates in NETWORKS[: 1 if options.quick else None]:

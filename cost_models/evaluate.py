@@ -206,8 +206,9 @@ class Evaluator:
         again = repeats(self.graph, strategies, recomputed, self.parts)
         if needs is None:
             needs = find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)
+        late = repeats(self.graph, strategies, recomputed, program_parts(self.graph, postponed)) if postponed else again
         walk = Walk(
-            self.graph, strategies, needs, steps=steps, strides=self.strides, again=again, batches=self.batches
+            self.graph, strategies, needs, steps=steps, strides=self.strides, again=late, batches=self.batches
         )
         measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
         stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)

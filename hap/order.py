@@ -2,8 +2,8 @@
 
 First what the loss and the buffers' updates need; then the backward pass. A forward node that only the backward pass
 reads runs there, just before its first reader, so that its arguments are kept and not its result; a node that nobody
-needs does not run. Calls of the backward pass that a plan postpones run just before another one, or at the end, unless
-what they make is read before that. Lowering asks here, as the ledger and the clocks do.
+needs does not run. Calls of the backward pass that a plan postpones, or puts first, run just before another one, or at
+the end, unless what they make is read before that. Lowering asks here, as the ledger and the clocks do.
 
 ``repeats`` says what ``hap.codegen.passes.recompute`` does to a program: which calls run once more, and before which; a
 test holds the two together.

@@ -246,7 +246,7 @@ class Plan(Sparse):
     """See the module docstring. ``strategies`` maps a node's name to the text of its ``Strategy``. ``recomputed`` is
     not in the file where nothing is, nor ``gradient_accumulation_steps`` where a step has one batch. Where it has more,
     what is predicted is of one batch, the mean over a step's. ``postponed``: a call of the backward pass, or "" for its
-    end -> the calls that run just before it, later than they could; ``step_s`` is of the order without that."""
+    end -> the calls that run just before it, out of turn; ``step_s`` is of the order without that."""
 
     absent = ("recomputed", "gradient_accumulation_steps", "postponed")
     schema_version: int = SCHEMA_VERSION
@@ -351,8 +351,6 @@ def verify_plan(plan: Plan, origin: str = "plan") -> None:
 
 def _verify_postponed(plan: Plan) -> None:
     late = [name for names in plan.postponed.values() for name in names]
-    if late and plan.recomputed:
-        raise ValueError("calls are postponed, and others computed again; a plan does one of both")
     for name in (*late, *plan.postponed):
         if name and name not in plan.strategies:
             raise ValueError(f"{name!r} is postponed, or waited for, and has no strategy")

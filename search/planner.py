@@ -175,9 +175,10 @@ def _plan_whole(tried: Tried, number: int) -> None:
         search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
         best, overlapped_s = move(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)
-    if best.postponed:  # which parameters are best whole was asked of another order
+    for again in (or_mixed, or_postponed) if best.postponed else ():  # which are whole was asked of another order
         search.met.append(best)
-        tried.planned[number] = Planned(search, *or_mixed(search, best, overlapped_s))
+        best, overlapped_s = again(search, best, overlapped_s)
+        tried.planned[number] = Planned(search, best, overlapped_s)
 
 
 @dataclass
@@ -218,9 +219,11 @@ class Search:
     def look_closer_s(self, found: Found, seconds: float) -> float:
         """The step as run, ``seconds`` so far, once what is changed last is changed in ``found``, too: mostly near what
         a whole search leads to, and found in a part of its time."""
+        changed_s: float | None = seconds
         for move in (or_mixed, or_apart, or_postponed):
-            found, seconds = move(self, found, seconds)
-        return seconds
+            found, changed_s = move(self, found, changed_s)
+        assert changed_s is not None, "what was played still is"
+        return changed_s
 
     def run(self) -> Found:
         """The best plan that fits. InfeasibleError if there is none."""

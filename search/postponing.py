@@ -1,25 +1,31 @@
-"""Calls of the backward pass that run later than they could, where that makes the step as it is run shorter.
+"""Calls of the backward pass that run later than autograd has them, or sooner, where that makes the step shorter.
 
 The backward pass is one chain of calls, of which each needs the one before, and beside it calls that lead to no other
-product: those that make weights' gradients. Autograd makes each as soon as it can. If its result is sent, that is
-mostly right, as the wire should have work; but where the wire has some already, or nothing is sent, or little for the
-time that it takes, the chain had better go on: what it leads to, that will be sent or waited for, is then there sooner.
-With a the compute and b the wire of such a call,
+product: those that make weights' gradients. Autograd makes each as soon as it can, after the product of the chain that
+reads the same. If its result is sent, that is mostly right, as the wire should have work; but where the wire has some
+already, or nothing is sent, or little for the time that it takes, the chain had better go on: what it leads to, that
+will be sent or waited for, is then there sooner. And where the wire has none, the chain had better wait. With a the
+compute and b the wire of such a call,
 
     postponed     the calls with b <= a part of a
     each runs     as soon as the wire has work for longer than it takes, and the chain to the next send;
                   while a collective is waited for; before what reads its result; else at the end
+    goes ahead    of a product of the chain: what is sent, postponed or not, where the wire would have nothing to do
+                  until both are made; of several the one with most b for its a
 
 which is Johnson's rule for two machines in a row (S. M. Johnson 1954: what takes the first machine for longer than the
-second comes last), with a chain. When things end is estimated by one clock for the compute of the busiest rank and one
-for the wire, with small results bundled before they are sent, and without. For each part of ``PARTS`` the orders so
-found are played as they would run, and the shortest is taken if its memory fits: what a postponed call reads lives
-longer.
+second comes last), with a chain. With all calls postponed they fill what is waited for on the chain (a mixture's
+exchanges) and go ahead as the wire needs. When things end is estimated by one clock for the compute of the busiest rank
+and one for the wire, with small results bundled before they are sent. For each part of ``PARTS``, with and without
+going ahead, the order so found is played as it would run, and the shortest is taken if its memory fits: what a
+postponed call reads lives longer.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -41,15 +47,15 @@ from hap.search.tempo import Tempo, drafted, played_s
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
-PARTS = (0.0, 1.0)  # of a call's compute, which its wire is at most
+PARTS = (0.0, 1.0, math.inf)  # of a call's compute, which its wire is at most
 WAITING = 0.01  # of the busiest rank's compute, and of all collectives: where less is waited, nothing is gained
 WORTH = 5e-3  # of the step
 SENDING = ("bucket", "prefetch", "overlap")  # the passes that place collectives
 
 
 def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
-    """``best``, or if it is shorter as run, the same with some calls of the backward pass postponed."""
-    if overlapped_s is None or not search.limits.mixtures or best.recomputed:
+    """``best``, or if it is shorter as run, the same with some calls of the backward pass at other places."""
+    if overlapped_s is None or not search.limits.mixtures:
         return best, overlapped_s
     busy_s, sent_s = max(best.evaluation.compute_s), best.evaluation.communication_s
     if overlapped_s <= (1 + WAITING) * max(busy_s, sent_s):
@@ -58,16 +64,22 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
     if any(n.op == HOSTS_SUM for n in problem.choices.graph.nodes):
         return best, overlapped_s  # hosts, whose plans differ, make their sums in one order
     search.progress.say("asking which gradients can wait")
-    backward, found, found_s = _Backward.of(search, best), best, overlapped_s
+    plain = replace(best, postponed={})
+    backward, found, found_s = _Backward.of(search, plain), best, overlapped_s
     met: list[Postponed] = [{}]
-    for part, bundled in itertools.product(PARTS, (True, False)):
+    for part, ahead in itertools.product(PARTS, (False, True)):
         search.progress.check()
-        postponed = backward.postponed(part, bundled=bundled)
+        postponed = backward.postponed(part, ahead=ahead)
         if postponed in met:
             continue
         met.append(postponed)
         evaluation = problem.facts.evaluator.evaluate(
-            best.strategies, best.sizes, regather=best.regather, kept=best.kept, postponed=postponed
+            best.strategies,
+            best.sizes,
+            regather=best.regather,
+            kept=best.kept,
+            recomputed=best.repeated,
+            postponed=postponed,
         )
         tried = replace(best, evaluation=evaluation, postponed=postponed)
         if tried.fits and (tried_s := played_s(problem, tried)) < found_s:
@@ -152,10 +164,16 @@ class _Backward:
             found.append(_Unit(tuple(members), compute_s, wire_s))
         return tuple(found)
 
-    def postponed(self, part: float, *, bundled: bool) -> Postponed:
-        """With those units postponed whose wire is at most this part of their compute."""
+    @cached_property
+    def first(self) -> list[int]:
+        """Of the units, where each begins."""
+        return [unit.members[0] for unit in self.units]
+
+    def postponed(self, part: float, *, ahead: bool) -> Postponed:
+        """With those units postponed whose wire is at most this part of their compute; ``ahead``: some go ahead of the
+        chain."""
         late = [unit for unit in self.units if unit.wire_s <= part * unit.compute_s]
-        return _Order(self, {m: unit for unit in late for m in unit.members}, bundled).run()
+        return _Order(self, {m: unit for unit in late for m in unit.members}, ahead).run()
 
     def nodes(self, at: int) -> tuple[str, ...]:
         """The node of a call of the backward pass; none of a conversion, or of a call of the forward pass."""
@@ -170,11 +188,12 @@ class _Backward:
 @dataclass(eq=False)
 class _Order:
     """The part with some units postponed, in the making: ``clock_s`` of compute, ``wire_s`` until when the wire has
-    work; ``waiting``: the postponed units that could have run, and how many other calls had by then."""
+    work; ``waiting``: the postponed units that could have run, and how many other calls had by then (-1 for those that
+    go ahead)."""
 
     backward: _Backward
     unit_of: dict[int, _Unit]
-    bundled: bool
+    ahead: bool
     clock_s: float = 0.0
     wire_s: float = 0.0
     waiting: dict[_Unit, int] = field(default_factory=dict)
@@ -184,7 +203,7 @@ class _Order:
 
     @cached_property
     def sent_s(self) -> dict[int, float]:
-        """Instructions that are not postponed, and what begins on the wire there. ``bundled``: what nobody reads goes
+        """Instructions that are not postponed, and what begins on the wire there. What nobody reads, and is small, goes
         with what follows, as by ``passes.bucket``, and begins where the last of a bundle is made."""
         backward, found = self.backward, dict[int, float]()
         bundles: dict[object, tuple[int, int]] = {}  # what is alike -> the last of an open bundle, and its bytes
@@ -193,7 +212,7 @@ class _Order:
                 continue
             found[at] = backward.wire_s[at]
             meta = backward.program.held[convert.input].meta
-            if backward.leads[at] or not self.bundled or meta.nbytes > LIMIT_BYTES:
+            if backward.leads[at] or meta.nbytes > LIMIT_BYTES:
                 continue
             last, nbytes = bundles.get((convert.kind, meta.dtype), (at, LIMIT_BYTES))
             if nbytes + meta.nbytes <= LIMIT_BYTES:
@@ -207,6 +226,8 @@ class _Order:
     def run(self) -> Postponed:
         backward = self.backward
         for at, until_send_s in enumerate(self._until_send()):
+            if at in self.done:
+                continue
             if at in self.unit_of:
                 if at == self.unit_of[at].members[0]:
                     self.waiting.setdefault(self.unit_of[at], self.calls)
@@ -215,14 +236,51 @@ class _Order:
                 if need not in self.done:
                     self._postpone(self.unit_of[need], at)
             self._fill(self.wire_s - until_send_s, at)
+            if self.ahead:
+                self._go_ahead(at)
             self._keep(at)
         for unit in tuple(self.waiting):
             self._postpone(unit, len(backward.part))
         return self.moved
 
+    def _go_ahead(self, at: int) -> None:
+        """Where a product of the chain is: what is sent and could run first does, while the wire would have nothing to
+        do before both are made; what is sent for longest, for what it takes, is the first."""
+        backward = self.backward
+        if not (is_product(backward.part[at]) and backward.leads[at]):
+            return
+        ready = {unit: None for unit in self.waiting if unit.wire_s}
+        for unit in backward.units[bisect.bisect(backward.first, at) :]:
+            if not self._could_run(unit):
+                break
+            if unit.wire_s and unit.members[0] not in self.done:
+                ready[unit] = None
+        for unit in sorted(ready, key=lambda u: u.compute_s / u.wire_s):
+            starved = self.wire_s < self.clock_s + backward.compute_s[at] + unit.compute_s
+            if starved and unit.members[0] not in self.done:
+                self.waiting[unit] = -1
+                self._postpone(unit, at)
+
+    def _could_run(self, unit: _Unit) -> bool:
+        """Whether all that it needs is there, or small: such calls run with it."""
+        backward, pending = self.backward, list(unit.members)
+        while pending:
+            for need in backward.needs[pending.pop()]:
+                if need in unit.members or need in self.done:
+                    continue
+                if need in self.unit_of or backward.wire_s[need] or is_product(backward.part[need]):
+                    return False
+                pending.append(need)
+        return True
+
+    def _next_call(self, at: int) -> str:
+        """The first call from there on that runs where it always does."""
+        others = (i for i in range(at, len(self.backward.part)) if i not in self.unit_of and i not in self.done)
+        return next((n for i in others for n in self.backward.nodes(i)), "")
+
     def _until_send(self) -> list[float]:
         """Seconds from each instruction to the next one that sends, without postponed ones."""
-        found, seconds = [], float("inf")
+        found, seconds = [], math.inf
         for at in reversed(range(len(self.backward.part))):
             if at not in self.unit_of:
                 seconds = 0.0 if at in self.sent_s else seconds + self.backward.compute_s[at]
@@ -251,11 +309,10 @@ class _Order:
         """It runs before that instruction, or at the end, and before it what it needs of others."""
         backward = self.backward
         for need in (n for member in unit.members for n in backward.needs[member]):
-            if need not in self.done and need not in unit.members:
+            if need in self.unit_of and need not in self.done and need not in unit.members:
                 self._postpone(self.unit_of[need], at)
         if self.waiting.pop(unit, self.calls) < self.calls:
-            others = (i for i in range(at, len(backward.part)) if i not in self.unit_of)
-            until = next((n for i in others for n in backward.nodes(i)), "")
+            until = self._next_call(at)
             names = [n for member in unit.members for n in backward.nodes(member)]
             self.moved[until] = (*self.moved.get(until, ()), *names)
         self.done.update(unit.members)

@@ -171,12 +171,12 @@ def what_is_repeated(plan: Plan) -> str:
 
 
 def what_is_postponed(plan: Plan) -> str:
-    """How much of the backward pass runs later than it could; nothing of a plan in whose order all runs at once."""
+    """How much of the backward pass runs later than autograd has it, or sooner; nothing where all is in its order."""
     count = sum(map(len, plan.postponed.values()))
     if not count:
         return ""
-    runs = "runs later than it" if count == 1 else "run later than they"
-    return f"{counted(count, 'call')} of the backward pass {runs} could, so that what is sent or waited for comes first"
+    runs = "runs" if count == 1 else "run"
+    return f"{counted(count, 'call')} of the backward pass {runs} out of turn, so that the wire has work and hides it"
 
 
 def how_it_ended(plan: Plan) -> str:

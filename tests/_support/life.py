@@ -104,7 +104,7 @@ def draw_plan(source: random.Random, world: int, two_axes: bool) -> Plan | MeshP
     forward = [n.name for n in graph.nodes if n.phase == "forward" and not n.is_source]
     again = tuple(name for name in forward if source.random() < 0.7) if source.random() < 0.3 else ()
     recomputed = [Recomputed(block="model", what="all", calls=again)] if again else []
-    late = {} if again or source.random() < 0.5 else random_postponed(graph, source)
+    late = {} if source.random() < 0.5 else random_postponed(graph, source)
     return make_plan(
         found, strategies, sizes, regather=regather, recomputed=recomputed, postponed=late, world_size=world
     )

@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hap.codegen.lowering import lower
+from hap.codegen.passes.recompute import recompute_calls
 from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.codegen.program import Program, verify_program
 from hap.errors import PlanError
 from hap.graph import Value
-from hap.order import Postponed, program_parts
+from hap.order import Postponed, program_parts, repeats
 from hap.plan import Plan, Recomputed
 from hap.runtime.lockstep import run_lockstep
 from tests._support import cases, gpt2
 from tests._support.plans import make_plan, random_postponed, random_sizes, random_strategies, replicated_plan
-from tests.codegen.test_recompute import ran, values
+from tests.codegen.test_recompute import forward_calls, ran, values
 from tests.cost_models.build import relu_step
 from tests.rules.test_host_graph import parts, squares
 
@@ -59,20 +60,28 @@ def readers(name: str) -> list[str]:
     world_size=st.integers(1, 4),
     regather=st.booleans(),
     part=st.floats(0.05, 1.0),
+    repeated=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
     off=st.sets(st.sampled_from(PASSES)),
 )
-def test_any_calls_of_any_program(source, world_size, regather, part, off) -> None:  # type: ignore[no-untyped-def]
-    """Every value is what one device has; the calls and conversions are those of the plan that postpones nothing."""
+def test_any_calls_of_any_program(source, world_size, regather, part, repeated, off) -> None:  # type: ignore[no-untyped-def]
+    """Every value is what one device has; the calls and conversions are those of the plan that postpones nothing. Calls
+    of the forward pass that are made again are those that the ledger has, whatever the order."""
     found = cases.gpt2_choices()
     strategies, sizes = random_strategies(found, source), random_sizes(found, world_size, source)
     late = random_postponed(found.graph, source, part)
-    plain = make_plan(found, strategies, sizes, regather=regather, world_size=world_size)
+    calls = tuple(name for name in forward_calls() if source.random() < repeated)
+    again = [Recomputed(block="", what="all", calls=calls)] if calls else []
+    plain = make_plan(found, strategies, sizes, regather=regather, recomputed=again, world_size=world_size)
     plan = Plan.from_json(plain.model_copy(update={"postponed": late}).to_json())
     before, after = lower(found.graph, plain), lower(found.graph, plan)
-    order = [n.name for n in program_parts(found.graph, late)[2]]
+    parts = program_parts(found.graph, late)
+    order = [n.name for n in parts[2]]
     assert ran(after) == order and sorted(ran(before)) == sorted(order)
     made, same = (sorted((c.input, c.kind, str(c.target)) for c in p.conversions) for p in (before, after))
     assert made == same
+    more = repeats(found.graph, strategies, calls, parts)
+    told = sorted(m.name for n in parts[2] for m in (*more.get(n.name, ()), n))
+    assert [sorted(ran(recompute_calls(program))) for program in (before, after)] == [told, told]
     rewritten = run_passes(after, standard_passes(), off=sorted(off)).program
     verify_program(rewritten)
     step = run_lockstep(rewritten, values(), check=True)
@@ -101,10 +110,6 @@ def test_only_calls_of_the_backward_pass_are_postponed(postponed: Postponed, wor
         ({"postponed": {"nobody": ("gw",)}}, "'nobody' is postponed, or waited for, and has no strategy"),
         ({"postponed": {"": ("gw",), "g": ("gw",)}}, "a call is postponed twice"),
         ({"postponed": {"gw": ("g",), "": ("gw",)}}, "or until one that is postponed"),
-        (
-            {"postponed": {"": ("gw",)}, "recomputed": (Recomputed(block="", what="all", calls=("b",)),)},
-            "calls are postponed, and others computed again; a plan does one of both",
-        ),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused(changes: dict[str, object], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from hap.codegen.source import to_python
 from hap.cost_models.evaluate import evaluate
 from hap.errors import PlanError
 from hap.graph import Value
-from hap.order import program_parts, repeats
+from hap.order import NONE, program_parts, repeats
 from hap.plan import Plan, Recomputed, Strategy
 from hap.rules.choices import choices, replicated
 from hap.runtime.lockstep import run_lockstep
@@ -28,6 +29,7 @@ from tests._support import cases, gpt2
 from tests._support.plans import (
     greedy_strategies,
     make_plan,
+    random_postponed,
     random_sizes,
     random_strategies,
     replicated_plan,
@@ -201,12 +203,15 @@ def test_a_parameter_is_gathered_again_for_repeated_calls_alone() -> None:
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("step", [1, 3])
 def test_the_cost_models_know_what_runs(name: str, step: int) -> None:
-    """``order.repeats`` names the calls that the pass puts before each call, if all may be, or every third."""
+    """``order.repeats`` names the calls that the pass puts before each call, if all may be, or every third; with calls
+    of the backward pass postponed, too."""
     plan, graph, calls = PLANS[name](), gpt2.graph(), forward_calls()[::step]
-    again = repeats(graph, {n: Strategy.parse(s) for n, s in plan.strategies.items()}, calls)
-    told = [m.name for n in program_parts(graph)[2] for m in (*again.get(n.name, ()), n)]
-    assert ran(repeated(plan, calls)) == told
-    assert len(told) > len(program_parts(graph)[2])
+    for late in (NONE, random_postponed(graph, random.Random(step))):
+        parts = program_parts(graph, late)
+        again = repeats(graph, {n: Strategy.parse(s) for n, s in plan.strategies.items()}, calls, parts)
+        told = [m.name for n in parts[2] for m in (*again.get(n.name, ()), n)]
+        assert ran(repeated(plan.model_copy(update={"postponed": dict(late)}), calls)) == told
+        assert len(told) > len(parts[2])
 
 
 def test_the_clock_counts_what_is_repeated() -> None:

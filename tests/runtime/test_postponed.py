@@ -18,17 +18,18 @@ from hap.capture import capture
 from hap.conversion import find_needs
 from hap.cost_models.memory import memory_use
 from hap.graph import Graph
-from hap.order import NONE, Postponed
-from hap.plan import Plan, Strategy
+from hap.order import NONE, Postponed, program_parts, repeats
+from hap.plan import Plan, Recomputed, Strategy
 from tests._support import cases, gpt2
 from tests._support.plans import random_postponed, replicated_plan
 from tests._support.ranks import run_ranks
 from tests.runtime.test_features_models import apart
-from tests.runtime.test_recompute import compiled
+from tests.runtime.test_recompute import compiled, offered
 
 PLANS = {
     "data": partial(cases.data_parallel, (5, 2, 1)),
     "zero": partial(cases.zero, (5, 0, 3), regather=True),
+    "zero, all again": lambda: cases.zero((5, 0, 3), regather=True, recomputed=offered(gpt2.graph())),
     "tensor": partial(cases.tensor_parallel, (3, 2, 1)),
     "anything": partial(cases.anything, 4),
 }
@@ -73,7 +74,9 @@ def postponing(plan: Plan, seed: int) -> Plan:
 
 
 @pytest.mark.parametrize(
-    "names", [("zero",), pytest.param(("data", "tensor", "anything"), marks=pytest.mark.long)], ids=["some", "others"]
+    "names",
+    [("zero", "zero, all again"), pytest.param(("data", "tensor", "anything"), marks=pytest.mark.long)],
+    ids=["some", "others"],
 )
 def test_gpt2_equals_one_device(names: tuple[str, ...]) -> None:
     for rank in run_ranks(3, train, {name: postponing(PLANS[name](), 0) for name in names}):
@@ -100,16 +103,21 @@ def mean_square(out: torch.Tensor) -> torch.Tensor:
     return out.square().mean()
 
 
-def test_the_ledger_knows_what_waits() -> None:
-    """All gradients of weights at the end of the backward pass: what they are made of is there until then."""
+@pytest.mark.parametrize("repeated", [False, True])
+def test_the_ledger_knows_what_waits(repeated: bool) -> None:
+    """All gradients of weights at the end of the backward pass: what they are made of is there until then, whether it
+    was kept or made again."""
     graph = capture(tall(), (rows(),), loss_fn=mean_square, name="tall")
-    plan = replicated_plan(graph)
+    calls = [n.name for n in graph.nodes if n.op == "aten.tanh.default"] if repeated else []
+    recomputed = (Recomputed(block="", what="all", calls=tuple(calls)),) if calls else ()
+    plan = replicated_plan(graph).model_copy(update={"recomputed": recomputed})
     strategies = {name: Strategy.parse(text) for name, text in plan.strategies.items()}
     needs = find_needs(graph, strategies)
     peaks = []
-    for postponed in (NONE, all_late(graph)):
-        foretold = memory_use(graph, strategies, {}, needs, 1, "sgd", postponed=postponed).peak_bytes[0]
-        peaks.append(measured(plan.model_copy(update={"postponed": dict(postponed)})))
+    for late in (NONE, all_late(graph)):
+        again = repeats(graph, strategies, calls, program_parts(graph, late))
+        foretold = memory_use(graph, strategies, {}, needs, 1, "sgd", again=again, postponed=late).peak_bytes[0]
+        peaks.append(measured(plan.model_copy(update={"postponed": dict(late)})))
         assert foretold == pytest.approx(peaks[-1], rel=0.05)
     assert peaks[1] > 1.2 * peaks[0]
 

@@ -19,7 +19,7 @@ from hap.placement import Shard
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
-from hap.search import mixing
+from hap.search import mixing, postponing
 from hap.search.found import Found, used_groups
 from hap.search.judge import as_run_s, finest
 from hap.search.limits import LIMITS
@@ -65,11 +65,14 @@ def test_some_of_each_is_shorter_than_all_whole_or_all_in_shards() -> None:
     assert 0.2 < sum(sharded) / len(sharded) < 0.8
 
 
-def test_the_planner_takes_it() -> None:
+def test_the_planner_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    shorter = plan_graph(DEEP, SLOW)
+    monkeypatch.setattr(postponing, "PARTS", ())
     plan = plan_graph(DEEP, SLOW)
     search, best, best_s = planned("freely")
     found, seconds = or_mixed(search, best, best_s)
     assert plan.predicted.overlapped_s == seconds and weights(plan, DEEP.graph) == weights(found, DEEP.graph)
+    assert shorter.predicted.as_run_s < plan.predicted.as_run_s
     quick = plan_graph(DEEP, SLOW, effort="quick")
     assert len(set(weights(quick, DEEP.graph)[5:-5])) == 1  # one decision for all layers that are alike
 

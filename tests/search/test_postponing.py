@@ -28,6 +28,7 @@ from hap.search.mixing import or_mixed
 from hap.search.pins import Pins
 from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
+from hap.search.tempo import played_s
 from tests.search.models import cluster
 
 WIDTH, WORDS, BATCH = 512, 4096, 16384
@@ -140,17 +141,53 @@ def test_the_same_plan_every_time() -> None:
     assert planned().to_json() == first
 
 
-def test_nothing_is_asked_of_a_step_that_repeats_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_repeat_calls_are_asked_about_too() -> None:
+    """What a postponed call reads is made again later, and the ledger knows when."""
     search = Search(Problem.state(tied(), devices(), "adamw", PINS), LIMITS["normal"])
-    best = replace(search.run(), recomputed=(Recomputed(block="", what="all", calls=()),))
-    monkeypatch.setattr(postponing, "_Backward", None)
-    assert postponing.or_postponed(search, best, 1.0) == (best, 1.0)
+    calls = tuple(n.name for n in tied().graph.nodes if n.op == "aten.relu.default")
+    again = (Recomputed(block="", what="cheap", calls=calls),)
+    best = changed(search.problem, replace(search.run(), recomputed=again), {})
+    without_s = played_s(search.problem, best)
+    found, found_s = postponing.or_postponed(search, best, without_s)
+    assert found.postponed and found.recomputed == again and found_s is not None and found_s < 0.98 * without_s
+    late = evaluate(tied().graph, found.strategies, found.sizes, devices(), recomputed=calls, postponed=found.postponed)
+    assert found.evaluation.memory_bytes == late.memory_bytes != best.evaluation.memory_bytes
+    assert found.evaluation.step_s == best.evaluation.step_s
+
+
+class Wide(nn.Module):
+    """A wide weight at the end, whose gradient autograd makes after what the layers before it wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.wide = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.wide(x).square().mean()
+
+
+def test_what_the_wire_has_nothing_to_do_without_goes_ahead_of_the_chain() -> None:
+    with torch.device("meta"):
+        model, x = Wide(), torch.empty(BATCH, WIDTH)
+    graph = (found := choices(capture(model, x, name="wide"))).graph
+    plan = plan_graph(found, devices("0.7GB/s"), pins=PINS)
+    before, after = (
+        [n for n in program_parts(graph, late)[2] if n.op == "aten.mm.default"] for late in ({}, plan.postponed)
+    )
+    assert [n.meta.shape for n in before[:2]] == [(BATCH, WIDTH), (WORDS, WIDTH)]
+    assert after[:2] == before[1::-1], "the weight's gradient first"
+    assert plan.predicted.overlapped_s is not None
+    plain = plan.model_copy(update={"postponed": {}})
+    assert plan.predicted.overlapped_s < 0.98 * played(graph, plain, lower(graph, plain), devices("0.7GB/s")).step_s
 
 
 def test_it_is_told_wherever_a_plan_is() -> None:
     plan, without = planned("0.7GB/s"), planned("0.7GB/s", off=True)
     count = sum(len(names) for names in plan.postponed.values())
-    words = f"{count} calls of the backward pass run later than they could, so that what is sent or waited for"
+    words = f"{count} calls of the backward pass run out of turn, so that the wire has work"
     assert words in summarize(plan) and words in explain(plan)
     assert words[4:] not in summarize(without)
     assert f"postponed in the backward pass: 0 calls; now {count} calls" in str(diff(without, plan))

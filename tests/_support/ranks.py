@@ -3,7 +3,8 @@
 ``run_ranks(n, function, *args)`` returns ``[function(rank, *args) for each rank]``, every one computed in its own
 process with a default Gloo process group. ``function`` must be importable (a module's top level) and its arguments and
 result picklable. An exception on any rank is re-raised here as RankError with the rank and its traceback; ranks that
-then wait for it in a collective are ended.
+then wait for it in a collective are ended. ``run_alike`` is the same for a function that captures the same steps in the
+same order on every rank, where it is not capturing that is tested: rank 0 captures them for all (``captures``).
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from typing import Any
 WARM = (
     "torch",
     "torch.distributed",
+    "torch.distributed.checkpoint",
     "numpy",
+    "pytest",
+    "hypothesis.strategies",
     "transformers.models.gpt2.modeling_gpt2",
     "hap.api",
+    "tests._support.captures",
     "tests._support.gpt2",
     "tests._support.ranks",
     "tests._support.warm",
@@ -37,6 +42,15 @@ class RankError(Exception):
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """See the module docstring."""
+    return _run(world_size, function, args, alike=False)
+
+
+def run_alike(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """See the module docstring."""
+    return _run(world_size, function, args, alike=True)
+
+
+def _run(world_size: int, function: Callable[..., Any], args: tuple[Any, ...], alike: bool) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(WARM))
     with tempfile.TemporaryDirectory() as folder:
@@ -44,7 +58,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank, args=(theirs, rank, world_size, f"{folder}/store", function, args), daemon=True
+                target=_rank, args=(theirs, rank, world_size, folder, function, args, alike), daemon=True
             )
             process.start()
             theirs.close()
@@ -87,9 +101,10 @@ def _rank(
     end: Connection,
     rank: int,
     world_size: int,
-    store: str,
+    folder: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    alike: bool,
 ) -> None:
     """What a child runs. A file store, so that no port has to be free."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -102,11 +117,15 @@ def _rank(
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
+            init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_S),
         )
+        if alike:
+            from tests._support.captures import share_captures
+
+            share_captures(rank, folder)
         end.send((True, function(rank, *args)))
     except BaseException:
         end.send((False, traceback.format_exc()))

@@ -18,7 +18,7 @@ from hap.plan import Plan
 from tests._support import cases, gpt2
 from tests._support.mesh import make_mesh
 from tests._support.plans import replicated_plan
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.runtime.test_features_batches import apart, batch, net_plans
 from tests.runtime.test_no_sync import Data, compiled, language, net_meshes, parts
 
@@ -106,7 +106,7 @@ def test_it_trains_by_the_papers_equations(data: Data, batches: int) -> None:
     if data is language:
         plans = {"data": cases.data_parallel((5, 2, 1)), "zero": cases.zero((5, 0, 3), regather=True)}
         plans["mesh"] = make_mesh(gpt2.graph(), (2, 1), (5, 3))
-    for rank in run_ranks(3, train, plans, data, batches):
+    for rank in run_alike(3, train, plans, data, batches):
         for name, errors in rank.items():
             assert len(errors) > UPDATES * batches and max(errors) < TOLERANCE, (name, errors)
 
@@ -134,7 +134,7 @@ def go_on(rank: int, plan: Plan) -> list[float]:
 
 
 def test_it_can_be_finished_and_gone_on_with() -> None:
-    for moved, first, _, second, _, third in run_ranks(2, go_on, cases.data_parallel((5, 3))):
+    for moved, first, _, second, _, third in run_alike(2, go_on, cases.data_parallel((5, 3))):
         assert moved > 1e-3 and max(first, second, third) < TOLERANCE
 
 

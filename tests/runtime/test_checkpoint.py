@@ -38,7 +38,7 @@ from tests._support.plans import (
     replicated_plan,
     sizes_for,
 )
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 
 BATCH, TOLERANCE, BEFORE, AFTER = 6, 1e-10, 3, 2
 
@@ -170,8 +170,8 @@ def assert_same(results: list[Any], expected: Any) -> None:
 )
 def test_another_plan_on_other_ranks_goes_on(kind, first, second, tmp_path):
     (seed, ranks), (other_seed, other_ranks) = first, second
-    expected = run_ranks(ranks, train_and_save, any_plan(seed, ranks).to_json(), kind, str(tmp_path))[0]
-    results = run_ranks(other_ranks, load_and_train, any_plan(other_seed, other_ranks).to_json(), kind, str(tmp_path))
+    expected = run_alike(ranks, train_and_save, any_plan(seed, ranks).to_json(), kind, str(tmp_path))[0]
+    results = run_alike(other_ranks, load_and_train, any_plan(other_seed, other_ranks).to_json(), kind, str(tmp_path))
     assert_same(results, expected)
 
 
@@ -179,13 +179,13 @@ def test_another_plan_on_other_ranks_goes_on(kind, first, second, tmp_path):
 def test_between_one_axis_and_two(mesh_first, tmp_path):
     mesh, plan = any_mesh((2, 1), (4, 2), 1).to_json(), any_plan(2, 2).to_json()
     (first, ranks), (second, other_ranks) = ((mesh, 3), (plan, 2))[:: 1 if mesh_first else -1]
-    expected = run_ranks(ranks, train_and_save, first, "adamw", str(tmp_path))[0]
-    assert_same(run_ranks(other_ranks, load_and_train, second, "adamw", str(tmp_path)), expected)
+    expected = run_alike(ranks, train_and_save, first, "adamw", str(tmp_path))[0]
+    assert_same(run_alike(other_ranks, load_and_train, second, "adamw", str(tmp_path)), expected)
 
 
 def test_one_process_without_a_group_goes_on(tmp_path, recwarn):
     text = replicated_plan(found().graph).to_json()
-    expected = run_ranks(3, train_and_save, any_plan(1, 3).to_json(), "adamw", str(tmp_path / "a"))[0]
+    expected = run_alike(3, train_and_save, any_plan(1, 3).to_json(), "adamw", str(tmp_path / "a"))[0]
     assert not dist.is_initialized()
     assert_same([load_and_train(0, text, "adamw", str(tmp_path / "a"))], expected)
     Run(text, "sgd").save(str(tmp_path / "b"))
@@ -215,7 +215,7 @@ def saved_files(rank: int, text: str, directory: str) -> int:
 
 def test_every_element_is_written_once_and_plain_pytorch_reads_it(tmp_path):
     texts = any_plan(1, 3).to_json()
-    held = run_ranks(3, saved_files, texts, str(tmp_path / "a"))
+    held = run_alike(3, saved_files, texts, str(tmp_path / "a"))
     whole = sum(p.numel() for p in model().parameters())
     assert max(held) < whole < sum(held), "some are cut and some are whole"
     assert elements(tmp_path / "a") == kept_elements(model())
@@ -253,7 +253,7 @@ def average(rank: int, text: str, directory: str) -> tuple[State, float, float]:
 
 @pytest.mark.long
 def test_averages_of_shares_are_shares_of_averages(tmp_path):
-    (first, *others) = run_ranks(3, average, any_plan(1, 3).to_json(), str(tmp_path))
+    (first, *others) = run_alike(3, average, any_plan(1, 3).to_json(), str(tmp_path))
     alone = average(0, replicated_plan(found().graph).to_json(), str(tmp_path / "alone"))
     state, by_average, by_parameters = alone
     assert by_average != pytest.approx(by_parameters, rel=1e-3)
@@ -379,7 +379,7 @@ def watched(rank: int, text: str, directory: str) -> str:
 def test_an_optimizer_that_keeps_other_shapes_of_a_shard_is_refused(tmp_path):
     cuts = {n.target: (0, n.meta.shape[0]) for n in found().graph.sources("parameter")}
     plan = make_plan(found(), greedy_strategies(found(), cuts), sizes_for(found(), (2, 1)), world_size=2)
-    for said in run_ranks(2, watched, plan.to_json(), str(tmp_path)):
+    for said in run_alike(2, watched, plan.to_json(), str(tmp_path)):
         assert "the optimizer keeps 'column_mean' of" in said and "can be saved of a parameter in shards" in said
 
 

@@ -18,7 +18,7 @@ from hap.rules.choices import choices
 from hap.runtime.forms import MOST
 from hap.runtime.variants import MANY
 from tests._support.plans import greedy_strategies, make_plan, sizes_for
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike, run_ranks
 
 BATCH, NOISE, WIDTH, TOLERANCE = 8, 5, 6, 1e-10
 Batch = dict[str, Any]
@@ -155,7 +155,7 @@ def vary(rank: int, made: Plan) -> float:
 
 
 def test_flags_numbers_and_none_may_change_from_call_to_call() -> None:
-    errors = run_ranks(3, vary, plan(Book, X))
+    errors = run_alike(3, vary, plan(Book, X))
     assert max(errors) < TOLERANCE, errors
 
 
@@ -177,7 +177,7 @@ def leave_out(rank: int, made: Plan) -> float:
 
 
 def test_what_only_some_calls_have_may_be_left_out_again() -> None:
-    errors = run_ranks(3, leave_out, plan(Book, X))
+    errors = run_alike(3, leave_out, plan(Book, X))
     assert max(errors) < TOLERANCE, errors
 
 
@@ -225,7 +225,7 @@ def add_up(rank: int, made: Plan) -> float:
 
 
 def test_gradients_of_several_tasks_are_added_up() -> None:
-    errors = run_ranks(3, add_up, plan(Tasks, task(0, "class", BATCH) | {"aside": False}))
+    errors = run_alike(3, add_up, plan(Tasks, task(0, "class", BATCH) | {"aside": False}))
     assert max(errors) < TOLERANCE, errors
 
 
@@ -249,7 +249,7 @@ def infer(rank: int, made: Plan) -> float:
 
 
 def test_inference_mode_is_one_of_no_gradients() -> None:
-    errors = run_ranks(3, infer, plan(Tasks, task(0, "class", BATCH) | {"aside": False}))
+    errors = run_alike(3, infer, plan(Tasks, task(0, "class", BATCH) | {"aside": False}))
     assert max(errors) < TOLERANCE, errors
 
 
@@ -262,7 +262,7 @@ def refused(rank: int, made: Plan) -> str:
 
 
 def test_what_lies_in_shards_is_not_changed_by_another_call() -> None:
-    for said in run_ranks(3, refused, plan(Book, X | {"learn": False})):
+    for said in run_alike(3, refused, plan(Book, X | {"learn": False})):
         assert said.startswith("this call changes codes in its forward pass, and ranks hold shares of it"), said
 
 

@@ -27,7 +27,7 @@ from hap.runtime.mesh import MeshProgram
 from tests._support import gpt2
 from tests._support.mesh import make_mesh
 from tests._support.plans import replicated_plan
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.runtime.test_mesh import CLUSTER, OUTPUTS, of_task, tasks
 
 SIZES = (8, 8, 5, 8, 5, 8, 8, 5)
@@ -73,7 +73,7 @@ def both_ways(rank: int, text: str, folder: str) -> tuple[bool, list[bool]]:
 
 def test_what_all_do_is_told_apart_from_what_ranks_of_a_host_do(tmp_path: Path) -> None:
     plan = make_mesh(capture(tasks(), of_task(0, "class", 8), outputs=OUTPUTS), (2, 1), (5, 3))
-    for same, seen in run_ranks(3, both_ways, plan.to_json(), str(tmp_path)):
+    for same, seen in run_alike(3, both_ways, plan.to_json(), str(tmp_path)):
         assert same and seen == [True] * 3 + [False] * 3
     ranks = read_folder(tmp_path)
     assert load_plan(tmp_path / PLAN) == plan
@@ -158,7 +158,7 @@ def test_the_rank_that_keeps_hosts_waiting_is_found(
     compute_s: dict[int, float], data_s: dict[int, float], syndrome: str, rank: int, tmp_path: Path
 ) -> None:
     plan = planned()
-    run_ranks(3, faulty, plan.to_json(), str(tmp_path), compute_s, data_s)
+    run_alike(3, faulty, plan.to_json(), str(tmp_path), compute_s, data_s)
     run = load_run(tmp_path)
     assert run.expected is not None and run.expected.compute_s == pytest.approx((0.1,) * 3)
     slow = Slow.of(run)

@@ -22,7 +22,7 @@ from hap.order import NONE, Postponed, program_parts, repeats
 from hap.plan import Plan, Recomputed, Strategy
 from tests._support import cases, gpt2
 from tests._support.plans import random_postponed, replicated_plan
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.runtime.test_features_models import apart
 from tests.runtime.test_recompute import compiled, offered
 
@@ -79,14 +79,14 @@ def postponing(plan: Plan, seed: int) -> Plan:
     ids=["some", "others"],
 )
 def test_gpt2_equals_one_device(names: tuple[str, ...]) -> None:
-    for rank in run_ranks(3, train, {name: postponing(PLANS[name](), 0) for name in names}):
+    for rank in run_alike(3, train, {name: postponing(PLANS[name](), 0) for name in names}):
         for name, errors in rank.items():
             assert len(errors) == 1 + 28 and max(errors) < 1e-10, (name, max(errors))
 
 
 def test_gradients_are_those_of_the_plan_without_to_the_last_bit() -> None:
     plan = PLANS["tensor"]()
-    assert run_ranks(3, bits, plan, postponing(plan, 1)) == [True] * 3
+    assert run_alike(3, bits, plan, postponing(plan, 1)) == [True] * 3
 
 
 def tall() -> nn.Module:

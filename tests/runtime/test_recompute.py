@@ -25,7 +25,7 @@ from hap.runtime.program import HapProgram
 from hap.search.blocks import find_blocks
 from tests._support import cases, gpt2
 from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.runtime.test_features_models import apart, batch, heads
 
 TOLERANCE = 1e-10
@@ -113,7 +113,7 @@ def test_the_ledger_knows_what_unequal_ranks_hold() -> None:
     graph = gpt2.graph()
     plans = [cases.zero((5, 0, 3), regather=True, recomputed=calls) for calls in ((), offered(graph))]
     strategies = {name: Strategy.parse(text) for name, text in plans[0].strategies.items()}
-    held, *_ = run_ranks(3, peaks, plans)
+    held, *_ = run_alike(3, peaks, plans)
     for plan, measured_bytes in zip(plans, held, strict=True):
         again = repeats(graph, strategies, plan.repeated)
         needs = find_needs(graph, strategies, regather=True, again=again)
@@ -123,7 +123,7 @@ def test_the_ledger_knows_what_unequal_ranks_hold() -> None:
 
 
 def test_gpt2_equals_one_device() -> None:
-    for rank in run_ranks(3, train_gpt2, gpt2_plans()):
+    for rank in run_alike(3, train_gpt2, gpt2_plans()):
         for name, errors in rank.items():
             assert len(errors) == 1 + 28 and max(errors) < TOLERANCE, (name, max(errors))
 
@@ -152,7 +152,7 @@ def train_with_dropout(rank: int, plan: Plan) -> list[float]:
 
 def test_a_repeated_dropout_drops_the_same() -> None:
     """Also in a last, smaller batch, to which the plan is carried over."""
-    for errors in run_ranks(3, train_with_dropout, heads_plan()):
+    for errors in run_alike(3, train_with_dropout, heads_plan()):
         assert len(errors) == 3 * 10 and max(errors) < TOLERANCE
 
 
@@ -211,7 +211,7 @@ def train_with_batch_norm(rank: int, plan: Plan) -> list[float]:
 
 
 def test_running_statistics_move_once() -> None:
-    for errors in run_ranks(3, train_with_batch_norm, stages_plan()):
+    for errors in run_alike(3, train_with_batch_norm, stages_plan()):
         assert len(errors) >= 2 * (6 + 4) and max(errors) < TOLERANCE
 
 
@@ -267,7 +267,7 @@ def test_a_parameter_is_gathered_again_for_repeated_calls_alone() -> None:
         assert [(str(n.value), n.phase) for n in needs] == [(c.value, c.phase) for c in plan.conversions]
     new = [c for c in plans[1].conversions if c not in plans[0].conversions]
     assert {c.collective for c in new} == {"all_gather"} and "p_0_weight" in {c.value for c in new}
-    for errors, (kept, again) in run_ranks(3, train_tower, plans):
+    for errors, (kept, again) in run_alike(3, train_tower, plans):
         assert len(errors) == 2 * 6 and max(errors) < TOLERANCE
         assert "p_0_weight__r_again" in again and "p_0_weight__r_again" not in kept
 

@@ -28,7 +28,7 @@ from hap.runtime import record
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from tests._support.jobs import plan_of
-from tests._support.ranks import RankError, run_ranks
+from tests._support.ranks import RankError, run_alike
 from tests.runtime.test_features_batches import batch, net, net_plans
 
 STEPS = 5
@@ -63,7 +63,7 @@ def both_ways(rank: int, plan: Plan, folder: str) -> bool:
 @pytest.mark.parametrize("name", [pytest.param("data", marks=pytest.mark.long), "zero", "any"])
 def test_a_recorded_job_computes_the_same_and_tells_all(name: str, tmp_path: Path) -> None:
     plan = net_plans()[name]
-    assert run_ranks(RANKS, both_ways, plan, str(tmp_path)) == [True] * RANKS
+    assert run_alike(RANKS, both_ways, plan, str(tmp_path)) == [True] * RANKS
     ranks = read_folder(tmp_path)
     assert Plan.load(tmp_path / PLAN).checksum == plan.checksum
     for rank, told in enumerate(ranks):
@@ -111,7 +111,7 @@ def train_one(program: HapProgram, step: int) -> None:
 
 
 def test_evaluation_is_no_training_step_and_no_sync_is_one(tmp_path: Path) -> None:
-    run_ranks(RANKS, evaluate, net_plans()["zero"], str(tmp_path))
+    run_alike(RANKS, evaluate, net_plans()["zero"], str(tmp_path))
     parts = [[part for part, _, _ in line.parts] for line in read_folder(tmp_path)[0].steps]
     whole = ["forward", "backward"]
     assert parts == [whole, whole, ["evaluation"], whole, whole]
@@ -134,7 +134,7 @@ def refusals(rank: int, plan: Plan, folder: str) -> list[str]:
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
-    for said in run_ranks(RANKS, refusals, net_plans()["data"], str(tmp_path)):
+    for said in run_alike(RANKS, refusals, net_plans()["data"], str(tmp_path)):
         assert "every=0" in said[0] and "probe_every=-1" in said[1]
         assert said[2] == f"record: this job is recorded already, in {tmp_path}"
         assert said[3] == f"record: {tmp_path} has records of another run; name a new folder"
@@ -184,7 +184,7 @@ def test_a_rank_that_never_comes_is_found_while_the_others_wait(
 
     watcher = threading.Thread(target=look)
     watcher.start()
-    run_ranks(RANKS, broken, net_plans()["data"], folder, "hangs")
+    run_alike(RANKS, broken, net_plans()["data"], folder, "hangs")
     watcher.join()
     assert [(f.syndrome, f.ranks) for f in found] == [("non-communication hang", (1,))]
     assert "between two steps" in found[0].summary
@@ -198,7 +198,7 @@ def test_a_rank_that_ends_is_found_and_not_those_it_left_alone(
 ) -> None:
     monkeypatch.setattr(hang, "SILENT", 0.5)
     with pytest.raises(RankError):  # whoever starts ranks ends the others, too
-        run_ranks(RANKS, broken, net_plans()["data"], str(tmp_path), what)
+        run_alike(RANKS, broken, net_plans()["data"], str(tmp_path), what)
     time.sleep(0.6)
     (found,) = diagnose(load_run(tmp_path)).findings
     assert (found.syndrome, found.ranks) == (syndrome, (1,))

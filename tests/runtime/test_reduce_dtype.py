@@ -40,7 +40,7 @@ from tests._support import gpt2
 from tests._support.mesh import make_mesh
 from tests._support.narrow import exchanged, is_narrow, narrow_plan
 from tests._support.plans import make_plan, random_sizes, random_strategies, sizes_for
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike, run_ranks
 
 LOW = (torch.bfloat16, torch.float16)
 TOKENS, WORDS, WIDTH = 6, 7, 4
@@ -155,7 +155,7 @@ def test_on_real_ranks_too_and_over_several_batches(batches: int) -> None:
     _, _, expected = steps(dtype)
     wanted = {target: (batches * gradient).numpy() for target, gradient in expected.items()}
     made: dict[str, Plan | MeshPlan] = {**plans(dtype), **meshes(dtype)}
-    for wrong in run_ranks(3, run_whole, made, batches, wanted):
+    for wrong in run_alike(3, run_whole, made, batches, wanted):
         assert wrong == {name: [] for name in made}
 
 
@@ -230,7 +230,7 @@ def test_a_language_model_is_within_the_rounding_of_parts_and_sums(batches: int)
     as the two readers' gradients differ, for which four times the bound is enough here."""
     expected, bound = samples(batches), (1 + 2**-8) ** 3 - 1
     made: dict[str, Plan | MeshPlan] = {**language_plans(), **language_meshes()}
-    first, *others = run_ranks(3, run_language, made, batches)
+    first, *others = run_alike(3, run_language, made, batches)
     for rank in (first, *others):
         for name, (gradients, norm, clipped) in rank.items():
             assert all(np.array_equal(first[name][0][t], gradient) for t, gradient in gradients.items()), "on all alike"
@@ -352,7 +352,7 @@ def same(program: hap.HapProgram, expected: Mapping[str, torch.Tensor]) -> bool:
 def test_other_batches_evaluation_and_scaled_losses() -> None:
     """Scaled by 2^20 float16 overflows on the way, which the scaler sees; float32 would not have."""
     made = {name: plan for name, plan in plans(torch.float16).items() if not name.startswith("any")}
-    for number, rank in enumerate(run_ranks(3, run_features, made)):
+    for number, rank in enumerate(run_alike(3, run_features, made)):
         for name, (small, evaluated, scaled, kept, overflown, skipped) in rank.items():
             assert (small, evaluated, scaled, overflown, skipped) == (True, 0.0, True, False, True), name
             assert kept == (name == "tensor" and number == 2), "but for the rank that holds nothing"
@@ -383,7 +383,7 @@ def run_acco(rank: int, made: dict[str, Plan]) -> dict[str, float]:
 def test_acco_exchanges_what_is_rounded() -> None:
     plain, batches = choices(languages()[0]), {"args.0": (0, gpt2.BATCH), "targets.0": (0, gpt2.BATCH)}
     made = {"own": narrow_plan(plain, batches, sizes_for(plain, (4, 1, 3))), **language_plans()}
-    for rank in run_ranks(3, run_acco, made):
+    for rank in run_alike(3, run_acco, made):
         assert rank["own"] == 0 and all(2**-12 < rank[name] < 2**-6 for name in ("data", "zero"))
 
 

@@ -27,7 +27,7 @@ from hap.search.pins import Pins
 from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
 from tests._support import gpt2
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.search.models import cluster, plan_of
 from tests.search.test_mixing import train
 
@@ -184,6 +184,6 @@ def test_real_ranks_compute_what_one_device_computes() -> None:
     first = next(n.name for n in found.graph.nodes if n.op == "aten.embedding.default" and "wte" in n.inputs[0].node)
     sharded = [isinstance(plan.strategy(first).inputs[0], Shard) for plan in made]
     assert any(sharded) and not all(sharded)
-    for rank in run_ranks(3, train, made):
+    for rank in run_alike(3, train, made):
         for errors in rank:
             assert len(errors) == 1 + 28 and max(errors) < 1e-10

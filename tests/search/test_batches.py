@@ -30,7 +30,7 @@ from hap.search.relaxation import lower_bound
 from hap.search.rounding import round_shares
 from tests._support import cases, gpt2
 from tests._support.lab import lab
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.search.models import cluster, mixer, mlp, unrolled
 from tests.search.models import gpt2 as language
 from tests.search.test_bound import random_strategies
@@ -175,7 +175,7 @@ def test_the_ledger_holds_what_batches_leave(name: str) -> None:
     if name == "data":
         for more, less in zip(several.memory_bytes, plain, strict=True):
             assert 0.9 * gradients < more - less < 2.1 * gradients
-    for most, needs in run_ranks(3, held, told):
+    for most, needs in run_alike(3, held, told):
         assert most <= needs * 1.02, (most, needs)
         assert name != "data" or needs <= 1.25 * most, (most, needs)
 

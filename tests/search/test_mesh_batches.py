@@ -24,7 +24,7 @@ from hap.search.mesh import plan_mesh
 from tests._support import gpt2
 from tests._support.lab import lab
 from tests._support.mesh import make_mesh
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.search.models import mlp
 from tests.search.test_batches import held, loss, model
 from tests.search.test_mesh import cluster, sums_by_hand
@@ -110,7 +110,7 @@ def test_the_ledger_holds_what_batches_leave(ranks: tuple[int, int]) -> None:
     gradients = sum(n.meta.nbytes for n in graph.sources("parameter"))
     (plain,), (several,) = (row for row in found[1])
     assert 0.9 * gradients < several - plain < 2.1 * gradients
-    for rank, (most, needs) in enumerate(run_ranks(sum(ranks), held, plan.model_copy(update={"inside": tuple(told)}))):
+    for rank, (most, needs) in enumerate(run_alike(sum(ranks), held, plan.model_copy(update={"inside": tuple(told)}))):
         assert most <= needs * 1.02, (rank, most, needs)
         assert plan.hosts[plan.host_of(rank)[0]].ranks > 1 or needs <= 1.25 * most, (rank, most, needs)
 

@@ -30,7 +30,7 @@ from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
 from hap.search.recompute import after_steps, blocks_of, steps_of
 from tests._support import gpt2
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.runtime.test_features_models import apart
 from tests.search.models import cluster, mlp, plan_of
 
@@ -199,6 +199,6 @@ def test_real_ranks_compute_what_one_device_computes(mixtures: Sequence[tuple[Pi
     mixed = [mixed_plan(found, three, pins, part, repeated=repeated) for pins, part, repeated in mixtures]
     assert all(before != after for _, before, after in mixed)
     assert [bool(plan.recomputed) for plan, _, _ in mixed] == [repeated for *_, repeated in mixtures]
-    for rank in run_ranks(3, train, [plan for plan, _, _ in mixed]):
+    for rank in run_alike(3, train, [plan for plan, _, _ in mixed]):
         for errors in rank:
             assert len(errors) == 1 + 28 and max(errors) < 1e-10

@@ -36,7 +36,7 @@ from tests._support import gpt2 as two_layers
 from tests._support.lab import lab
 from tests._support.narrow import narrow_plan
 from tests._support.plans import sizes_for
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike
 from tests.search import test_apart as tied
 from tests.search import test_mixing as mixed
 from tests.search.models import cluster, mlp, plan_of
@@ -234,5 +234,5 @@ def test_the_ledger_holds_what_is_rounded(name: str, batches: int) -> None:
         wishes |= {n.target: (0, n.meta.shape[0]) for n in found.graph.sources("parameter")}
     plan = narrow_plan(found, wishes, sizes_for(found, (5, 2, 1)))
     told = of(plan, found.graph, lab(), batches).to_prediction()
-    for most, needs in run_ranks(3, held, plan.model_copy(update={"predicted": told}), batches):
+    for most, needs in run_alike(3, held, plan.model_copy(update={"predicted": told}), batches):
         assert most <= needs * 1.02, (most, needs)

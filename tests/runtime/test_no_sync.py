@@ -29,7 +29,7 @@ from hap.runtime.step import Step
 from tests._support import cases, gpt2
 from tests._support.mesh import make_mesh
 from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
-from tests._support.ranks import run_ranks
+from tests._support.ranks import run_alike, run_ranks
 from tests.runtime.test_features_batches import BATCH, apart, batch, graph_of, net, net_plans, worst_gradient
 from tests.runtime.test_features_precision import batch as narrow_batch
 from tests.runtime.test_features_precision import compiled as narrow_program
@@ -153,7 +153,7 @@ def train_under_autocast(rank: int, dtype: torch.dtype, plan: Plan) -> float:
 
 def test_under_autocast_batches_are_added_up_in_the_gradients_dtype() -> None:
     plan = zero_plan(torch.bfloat16)
-    for error in run_ranks(3, train_under_autocast, torch.bfloat16, plan):
+    for error in run_alike(3, train_under_autocast, torch.bfloat16, plan):
         assert 0 < error < 4 * 2**-8, "no more than a single batch is off"
 
 
@@ -260,7 +260,7 @@ def fail(*_: object) -> None:
 
 
 def test_incomplete_gradients_are_refused() -> None:
-    for said in run_ranks(2, misuse, make_pair()):
+    for said in run_alike(2, misuse, make_pair()):
         for message, words in zip(
             said,
             (
@@ -311,11 +311,19 @@ def drop_and_go_on(rank: int, plan: Plan | MeshPlan) -> list[float]:
 
 
 def test_zero_grad_drops_what_was_not_summed() -> None:
-    for errors in run_ranks(3, drop_and_go_on, cases.data_parallel((5, 2, 1))):
+    for errors in run_alike(3, drop_and_go_on, cases.data_parallel((5, 2, 1))):
         assert len(errors) == 2 and max(errors) < TOLERANCE
 
 
-def add_by_hand(rank: int, plan: Plan) -> float:
+def uneven_plans() -> list[Plan]:
+    return [cases.data_parallel((5, 2, 1)), cases.zero((5, 2, 1))]
+
+
+def add_by_hand(rank: int, plans: Sequence[Plan]) -> float:
+    return max(add_under(plan) for plan in plans)
+
+
+def add_under(plan: Plan) -> float:
     """A term of the loss that the program does not know of, in some batches, and a gradient from before."""
     program, model = compiled(plan, language), gpt2.build()
     for place in range(4):
@@ -331,11 +339,14 @@ def add_by_hand(rank: int, plan: Plan) -> float:
 
 
 def test_other_terms_of_a_loss_are_added() -> None:
-    assert max(run_ranks(3, add_by_hand, cases.data_parallel((5, 2, 1)))) < TOLERANCE
-    assert max(run_ranks(3, add_by_hand, cases.zero((5, 2, 1)))) < TOLERANCE
+    assert max(run_alike(3, add_by_hand, uneven_plans())) < TOLERANCE
 
 
-def leave_out(rank: int, plan: Plan | MeshPlan, frozen: bool) -> float:
+def leave_out(rank: int, plans: Sequence[Plan | MeshPlan], frozen: bool) -> float:
+    return max(leave_out_under(plan, frozen) for plan in plans)
+
+
+def leave_out_under(plan: Plan | MeshPlan, frozen: bool) -> float:
     """A parameter that was frozen after the program was compiled, or that no pass is for; gradients of another batch
     that are handed out in the midst are summed, and nothing of what waits."""
     program, model, worst = compiled(plan, language), gpt2.build(), 0.0
@@ -361,8 +372,7 @@ def leave_out(rank: int, plan: Plan | MeshPlan, frozen: bool) -> float:
 
 @pytest.mark.parametrize("frozen", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_what_is_left_out_of_all_passes_stays_out_and_what_is_handed_out_is_summed(frozen: bool) -> None:
-    assert max(run_ranks(3, leave_out, cases.data_parallel((5, 2, 1)), frozen)) < TOLERANCE
-    assert max(run_ranks(3, leave_out, cases.zero((5, 2, 1)), frozen)) < TOLERANCE
+    assert max(run_alike(3, leave_out, uneven_plans(), frozen)) < TOLERANCE
 
 
 def test_on_one_rank_nothing_waits() -> None:
@@ -406,7 +416,7 @@ def sum_over_hosts(rank: int, plan: MeshPlan) -> tuple[list[list[int]], list[int
 
 @pytest.mark.parametrize("seed", [None, pytest.param(5, marks=pytest.mark.long)])
 def test_gradients_are_summed_over_hosts_once(seed: int | None) -> None:
-    for (first, further, last, single), later in run_ranks(
+    for (first, further, last, single), later in run_alike(
         3, sum_over_hosts, make_mesh(gpt2.graph(), (2, 1), (5, 3), seed)
     ):
         assert last == single and len(last) > 25
@@ -417,10 +427,10 @@ def test_gradients_are_summed_over_hosts_once(seed: int | None) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("frozen", [True, False])
 def test_on_two_axes_what_is_left_out_stays_out_and_what_is_handed_out_is_summed(frozen: bool) -> None:
-    assert max(run_ranks(3, leave_out, make_mesh(gpt2.graph(), (2, 1), (5, 3)), frozen)) < TOLERANCE
+    assert max(run_alike(3, leave_out, [make_mesh(gpt2.graph(), (2, 1), (5, 3))], frozen)) < TOLERANCE
 
 
 @pytest.mark.long
 def test_on_two_axes_zero_grad_drops_what_was_not_summed() -> None:
-    for errors in run_ranks(3, drop_and_go_on, make_mesh(gpt2.graph(), (1, 2), (3, 5))):
+    for errors in run_alike(3, drop_and_go_on, make_mesh(gpt2.graph(), (1, 2), (3, 5))):
         assert len(errors) == 2 and max(errors) < TOLERANCE

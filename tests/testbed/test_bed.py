@@ -250,7 +250,9 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "ending", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGKILL]
+)
 def test_a_runner_that_is_ended_leaves_nothing_after_down(cluster_file: str, ending: signal.Signals) -> None:
     sleep = ["sleep", f"98{ending.value}.{os.getpid()}"]
     argv = [sys.executable, "-m", "benchmarks.testbed", "run", "--cluster", cluster_file, "--", *sleep]

@@ -190,7 +190,7 @@ def test_what_the_passes_fold_may_be_folded_and_little_else() -> None:
 @pytest.mark.parametrize("leave_out", [False, True])
 def test_a_plan_has_it(leave_out: bool) -> None:
     """Of the devices that it is for, found beside the search or after it."""
-    model, where = gpt2(4), on(FAST)
+    model, where = gpt2(2), on(FAST)
     plan = plan_graph(model, where, leave_out=leave_out)
     assert plan.world_size == 3
     expected = as_run_bound_s(state(model, where).facts)

@@ -40,7 +40,8 @@ SLOW = {"network": "1GB/s", "memory_bandwidth": "100GB/s"}
 
 
 def of(plan: Plan, graph: Graph, on: ClusterSpec, batches: int) -> Evaluation:
-    return evaluate(graph, {n: plan.strategy(n) for n in plan.strategies}, plan.sizes, on, batches=batches)
+    strategies = {n: plan.strategy(n) for n in plan.strategies}
+    return evaluate(graph, strategies, plan.sizes, on, batches=batches, postponed=plan.postponed)
 
 
 # ---- which values ----

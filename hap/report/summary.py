@@ -176,7 +176,7 @@ def what_is_postponed(plan: Plan) -> str:
     if not count:
         return ""
     runs = "runs" if count == 1 else "run"
-    return f"{counted(count, 'call')} of the backward pass {runs} out of turn, so that the wire has work and hides it"
+    return f"{counted(count, 'call')} of the backward pass {runs} out of turn, so that the wire has work early"
 
 
 def how_it_ended(plan: Plan) -> str:

@@ -50,7 +50,7 @@ def lower(graph: Graph, plan: Plan) -> Program:
 
 @dataclass
 class Drafts:
-    """What all drafts of one graph have in common. ``calls``: by their node and the names of what they make and read.
+    """What all drafts of one graph have in common. ``calls``: by their node and the names of what they read.
     ``made``: of nodes, what of it is needed. ``order``: of the program. ``names``: of the graph's values."""
 
     calls: dict[object, Call] = field(default_factory=dict)
@@ -233,7 +233,7 @@ class _Lowering:
     @cached_property
     def _homes(self) -> Mapping[str, Placement]:
         """Where parameters and buffers lie."""
-        nodes = [n for n in self.graph.nodes if n.op in ("parameter", "buffer")]
+        nodes = (*self.graph.sources("parameter"), *self.graph.sources("buffer"))
         return {n.target: _placed(self.strategies[n.name], 0) for n in nodes}
 
     def _source(self, node: Node) -> Source:
@@ -245,31 +245,31 @@ class _Lowering:
 
     def _call(self, node: Node, part: Phase) -> None:
         strategy = self.strategies[node.name]
-        args, kwargs = self._arguments(node)
         reads = zip(node.inputs, strategy.inputs, strict=True)
         names = tuple([self._read(value, placement, part, node.module) for value, placement in reads])
-        outputs: list[str | None] = []
         for index, made in enumerate(self._made(node)):
-            if made is None:
-                outputs.append(None)
-                continue
-            name = self._define(made[0], _placed(strategy, index), made[1])
-            self.made_in[name] = part
-            outputs.append(name)
-        key = (node.name, tuple(outputs), names)
-        call = None if self.drafted is None else self.drafted.calls.get(key)
-        if call is None:
-            following = iter(names)
-            args = map_values(args, lambda _: Value(next(following)))
-            kwargs = tuple((k, map_values(v, lambda _: Value(next(following)))) for k, v in kwargs)
-            call = Call(tuple(outputs), node.op, args, kwargs + _device(node), node.module)
-            if self.drafted is not None:
-                self.drafted.calls[key] = call
-        self.parts[part].append(call)
+            if made is not None:
+                self.made_in[self._define(made[0], _placed(strategy, index), made[1])] = part
+        self.parts[part].append(self._called(node, names))
         if node.name in self.resulting:
             for index in range(len(node.outputs)):
                 for placement in self.required.get(Value(node.name, index), ()):
                     self._read(Value(node.name, index), placement, part, node.module)
+
+    def _called(self, node: Node, names: tuple[str, ...]) -> Call:
+        """The node's call, which reads these names; of drafts that read the same ones the same."""
+        known = None if self.drafted is None else self.drafted.calls.get((node.name, names))
+        if known is not None:
+            return known
+        args, kwargs = self._arguments(node)
+        outputs = tuple(None if made is None else self.names.of(made[0]) for made in self._made(node))
+        following = iter(names)
+        args = map_values(args, lambda _: Value(next(following)))
+        kwargs = tuple((k, map_values(v, lambda _: Value(next(following)))) for k, v in kwargs)
+        call = Call(outputs, node.op, args, kwargs + _device(node), node.module)
+        if self.drafted is not None:
+            self.drafted.calls[node.name, names] = call
+        return call
 
     def _made(self, node: Node) -> _Made:
         """Of every output what somebody needs, if somebody does; of drafts of one graph the same."""

@@ -206,7 +206,9 @@ class Evaluator:
         again = repeats(self.graph, strategies, recomputed, self.parts)
         if needs is None:
             needs = find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)
-        late = repeats(self.graph, strategies, recomputed, program_parts(self.graph, postponed)) if postponed else again
+        late = again
+        if recomputed and postponed:
+            late = repeats(self.graph, strategies, recomputed, program_parts(self.graph, postponed))
         walk = Walk(
             self.graph, strategies, needs, steps=steps, strides=self.strides, again=late, batches=self.batches
         )

@@ -118,6 +118,11 @@ class Graph:
         return {n.name: n for n in self.nodes}
 
     @cached_property
+    def position(self) -> Mapping[str, int]:
+        """Name -> number of the node."""
+        return {n.name: i for i, n in enumerate(self.nodes)}
+
+    @cached_property
     def users(self) -> Mapping[Value, tuple[tuple[Node, int], ...]]:
         """Value -> every (node, position in ``node.inputs``) that reads it."""
         found: dict[Value, list[tuple[Node, int]]] = {}

@@ -32,29 +32,28 @@ def program_order(graph: Graph, postponed: Postponed = NONE) -> tuple[Node, ...]
 
 def program_parts(graph: Graph, postponed: Postponed = NONE) -> Parts:
     """Sources, calls of the forward part, calls of the backward part."""
-    position = {n.name: i for i, n in enumerate(graph.nodes)}
     sources = tuple(n for n in graph.nodes if n.is_source)
     order: list[Node] = []
     done = {n.name for n in sources}
 
-    def add(names: Iterable[str]) -> None:
-        for name in sorted(names, key=position.__getitem__):
+    def add(*names: str) -> None:
+        """What they need goes before them."""
+        for name in sorted(_ancestors(graph, names, done), key=graph.position.__getitem__):
             order.append(graph.by_name[name])
             done.add(name)
 
-    forward = _ancestors(graph, (graph.loss.node, *(v.node for v in graph.updates.values())), done)
-    add(forward)
+    add(graph.loss.node, *(v.node for v in graph.updates.values()))
     first = len(order)
     wanted = _ancestors(graph, (v.node for v in graph.gradients.values()), done)
     late = frozenset(chain(*postponed.values()))
     for node in graph.nodes:
         if node.name in wanted and node.phase == "backward" and node.name not in late:
             for name in (*postponed.get(node.name, ()), node.name):
-                add(_ancestors(graph, (name,), done))
+                add(name)
     for name in postponed.get("", ()):
-        add(_ancestors(graph, (name,), done))
+        add(name)
     for value in graph.gradients.values():
-        add(_ancestors(graph, (value.node,), done))
+        add(value.node)
     return sources, tuple(order[:first]), tuple(order[first:])
 
 
@@ -65,7 +64,7 @@ def _ancestors(graph: Graph, names: Iterable[str], done: set[str]) -> set[str]:
         name = pending.pop()
         if name not in found and name not in done:
             found.add(name)
-            pending.extend(v.node for v in graph.by_name[name].inputs)
+            pending += [v.node for v in graph.by_name[name].inputs]
     return found
 
 
@@ -78,7 +77,7 @@ def repeats(
     if not recomputed:
         return {}
     _, forward, backward = program_parts(graph) if parts is None else parts
-    ran, position = frozenset(n.name for n in forward), {n.name: i for i, n in enumerate(graph.nodes)}
+    ran = frozenset(n.name for n in forward)
     chosen = frozenset(recomputed) & ran
     copies = {read for node in forward for read in zip(node.inputs, strategies[node.name].inputs, strict=True)}
     copies |= set(required_results(graph, strategies))
@@ -103,5 +102,5 @@ def repeats(
                     again.add(value.node)
                     waiting.append(graph.by_name[value.node])
         if again:
-            found[node.name] = tuple(graph.by_name[name] for name in sorted(again, key=position.__getitem__))
+            found[node.name] = tuple(graph.by_name[name] for name in sorted(again, key=graph.position.__getitem__))
     return found

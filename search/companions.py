@@ -34,7 +34,7 @@ takes its time on the busiest rank, too, whoever that is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from hap.cost_models.compute import parts_seconds
@@ -63,7 +63,7 @@ def find_companions(facts: Facts, path: Collection[str]) -> dict[str, Companion]
     calls = [n for n in graph.nodes if not n.is_source]
     seconds = {n.name: parts_seconds(facts.parts(n.name, facts.candidates[n.name][0]), 1.0, device) for n in calls}
     least_s, found = LIGHT * sum(seconds.values()), dict[str, Companion]()
-    order = {n.name: i for i, n in enumerate(graph.nodes)}
+    order = graph.position
     on_path = [n for n in graph.nodes if n.name in path]
     for previous, before, after in zip([None, *on_path], on_path, on_path[1:], strict=False):
         between = [n for n in graph.nodes[order[before.name] + 1 : order[after.name]] if not n.is_source]
@@ -88,7 +88,7 @@ def find_companions(facts: Facts, path: Collection[str]) -> dict[str, Companion]
     return found
 
 
-def _reads(graph: Graph, node: Node, before: Node, order: dict[str, int]) -> Iterator[tuple[Value, str]]:
+def _reads(graph: Graph, node: Node, before: Node, order: Mapping[str, int]) -> Iterator[tuple[Value, str]]:
     """What the call reads, by itself or through one of one argument that stands after ``before``."""
     for value in node.inputs:
         yield value, node.name

@@ -214,7 +214,10 @@ def score_of(
     )
     for phase, part in parts:
         for number, instruction in enumerate(part):
-            writer.instruction(instruction, f"{phase} {number}", phase)
+            if isinstance(instruction, Call):
+                writer.call(instruction, phase)
+            else:
+                writer.exchange(instruction, f"{phase} {number}")
     first = len(writer.calls)
     pieces = tuple(number if is_call else first + number for is_call, number in writer.pieces)
     return Score(tuple(writer.calls), tuple(writer.works), pieces, tuple(writer.labels), tuple(writer.acts))
@@ -237,12 +240,16 @@ class _Writer:
     _numbers: dict[int, int] = field(default_factory=dict)  # kind of a call -> its place among the calls
     _alike: dict[object, int] = field(default_factory=dict)
 
-    def instruction(self, instruction: Instruction, place: str, phase: Phase) -> None:
+    def call(self, call: Call, phase: Phase) -> None:
+        name = self._made(call)
+        if call.op == HOSTS_SUM and call.outputs[0] in self.handed_out:
+            self.acts.append(_Act(len(self.pieces), True, name, name, self._kind(name), over_hosts=True))
+            return
+        self.pieces.append((True, self._kind(name)))
+        self.labels.append((name, phase))
+
+    def exchange(self, instruction: Instruction, place: str) -> None:
         match instruction:
-            case Call(op=op, outputs=(str() as output,)) if op == HOSTS_SUM and output in self.handed_out:
-                self._sum(self._made(instruction))
-            case Call():
-                self._call(self._made(instruction), phase)
             case Convert(kind="slice"):
                 self._piece(f"slice {instruction.output}", "slice", self._number(Together((instruction,), "local")))
             case Convert() | Together():
@@ -259,13 +266,6 @@ class _Writer:
     def handed_out(self) -> frozenset[str | None]:
         return frozenset(gradients_alone(self.program))
 
-    def _sum(self, name: str) -> None:
-        self.acts.append(_Act(len(self.pieces), True, name, name, self._kind(name), over_hosts=True))
-
-    def _call(self, name: str, phase: str) -> None:
-        self.pieces.append((True, self._kind(name)))
-        self.labels.append((name, phase))
-
     def _kind(self, name: str) -> int:
         """The number of the node's call."""
         kind = self.of.kind(name, self.strategies[name], measured=self.measured)
@@ -277,8 +277,12 @@ class _Writer:
     def _made(self, call: Call) -> str:
         """The node whose work a call is: of several that became one the product, or the sum over hosts, that went into
         it, the last one before its own."""
-        node = self.graph.by_name[next(self.program.held[name].value.node for name in call.outputs if name is not None)]
-        while call.op in _FOLDED and node.op != _FOLDED[call.op]:
+        output = call.outputs[0] or next(name for name in call.outputs if name is not None)
+        name = self.program.held[output].value.node
+        if call.op not in _FOLDED:
+            return name
+        node = self.graph.by_name[name]
+        while node.op != _FOLDED[call.op]:
             node = self.graph.by_name[node.inputs[0].node]
         return node.name
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -25,7 +26,7 @@ from hap.hosts_sum import HOSTS_SUM
 
 def fuse_calls(program: Program) -> Program:
     """The pass."""
-    reads = Counter(name for i in (*program.forward, *program.backward) for name in i.inputs)
+    reads = Counter(chain.from_iterable(i.inputs for i in (*program.forward, *program.backward)))
     kept = (program.loss, *program.updates.values(), *program.gradients.values(), *program.saved)
     reads.update(kept)
     return replace(
@@ -97,8 +98,10 @@ def _among_zeros(scatter: Call, made: dict[str, Call], reads: Counter[str]) -> t
 def _sum_of_cast(program: Program, cast: Call, made: dict[str, Call], reads: Counter[str]) -> Call | None:
     """The sum over hosts that ``cast`` alone reads, if it is widened there and nothing else: a sum that is made in a
     narrower dtype would not be the one that is cast to it."""
+    if cast.op != CAST:
+        return None
     given = dict(cast.kwargs)
-    if cast.op != CAST or given.keys() - {"device"} != {"dtype"} or given.get("device") not in (None, RankDevice()):
+    if given.keys() - {"device"} != {"dtype"} or given.get("device") not in (None, RankDevice()):
         return None
     narrow, wide = (program.held[str(name)].meta.dtype for name in (cast.inputs[0], cast.outputs[0]))
     if not (narrow.is_floating_point and wide.is_floating_point and torch.promote_types(narrow, wide) == wide):

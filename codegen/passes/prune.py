@@ -15,7 +15,7 @@ def remove_dead_code(program: Program) -> Program:
     """The pass: drops calls and conversions whose results are not read, and then what was saved for them."""
     kept = list(program.gradients.values())
     backward = _live(program.backward, kept)
-    read = {name for i in backward for name in i.inputs} | set(kept)
+    read = set(kept).union(*(i.inputs for i in backward))
     saved = tuple(name for name in program.saved if name in read)
     forward = _live(program.forward, [program.loss, *program.updates.values(), *saved])
     return replace(program, forward=forward, backward=backward, saved=saved)
@@ -31,7 +31,7 @@ def remove_renames(program: Program) -> Program:
 def _live(part: Sequence[Instruction], kept: Sequence[str]) -> tuple[Instruction, ...]:
     read, found = set(kept), list[Instruction]()
     for instruction in reversed(part):
-        if isinstance(instruction, (Call, Convert)) and not any(name in read for name in instruction.outputs):
+        if read.isdisjoint(instruction.outputs) and isinstance(instruction, (Call, Convert)):
             continue
         read.update(instruction.inputs)
         found.append(instruction)
@@ -43,16 +43,17 @@ def _joined(part: Sequence[Instruction], fixed: set[str]) -> tuple[Instruction, 
     found: list[Instruction] = []
     for instruction in part:
         instruction = _reading(instruction, renamed)
-        match instruction:
-            case Call(op=op, outputs=(str() as name,), inputs=(origin,)) if op in _RENAMES and name not in fixed:
+        if isinstance(instruction, Call) and instruction.op in _RENAMES:
+            (name,), (origin,) = instruction.outputs, instruction.inputs
+            if name is not None and name not in fixed:
                 renamed[name] = origin
-            case _:
-                found.append(instruction)
+                continue
+        found.append(instruction)
     return tuple(found)
 
 
 def _reading(instruction: Instruction, renamed: Mapping[str, str]) -> Instruction:
-    if not any(name in renamed for name in instruction.inputs):
+    if renamed.keys().isdisjoint(instruction.inputs):
         return instruction
     match instruction:
         case Call():

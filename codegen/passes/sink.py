@@ -24,7 +24,7 @@ def _sunk(part: Sequence[Instruction]) -> tuple[Instruction, ...]:
     sunk: list[int] = []
     for position in reversed(range(len(part))):
         instruction = part[position]
-        if position in needs and not any(name in wanted for name in instruction.outputs):
+        if position in needs and wanted.isdisjoint(instruction.outputs):
             sunk.append(position)
         else:
             wanted.update(instruction.inputs)
@@ -36,20 +36,18 @@ def _sunk(part: Sequence[Instruction]) -> tuple[Instruction, ...]:
 def _need_a_conversion(part: Sequence[Instruction]) -> frozenset[int]:
     """Numbers of the calls, but sums over hosts, that read, through other calls, what a collective of the part makes,
     and little else: all that they read was made by a conversion, by another such call, or outside the part."""
-    converted: set[str] = set()
-    made: set[str] = set()
+    converted: set[str | None] = set()
+    others: set[str | None] = set()  # what else the part has made
     found: set[int] = set()
     for position, instruction in enumerate(part):
-        names = {name for name in instruction.outputs if name is not None}
-        match instruction:
-            case Convert(kind=kind) if kind != "slice":
-                converted |= names
-            case Call(op=op, inputs=inputs) if (
-                op != HOSTS_SUM
-                and any(i in converted for i in inputs)
-                and all(i in converted or i not in made for i in inputs)
-            ):
+        if isinstance(instruction, Call):
+            inputs = instruction.inputs
+            if not converted.isdisjoint(inputs) and others.isdisjoint(inputs) and instruction.op != HOSTS_SUM:
                 found.add(position)
-                converted |= names
-        made |= names
+                converted.update(instruction.outputs)
+                continue
+        elif isinstance(instruction, Convert) and instruction.kind != "slice":
+            converted.update(instruction.outputs)
+            continue
+        others.update(instruction.outputs)
     return frozenset(found)

@@ -38,7 +38,8 @@ def work_of(instruction: Instruction) -> Together | None:
 def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
     """Of every collective, in program order. No collective reads what another makes (``lower`` converts originals),
     so all may move at once."""
-    works = [(position, work) for position, i in enumerate(part) if (work := work_of(i)) is not None]
+    others = [(position, i) for position, i in enumerate(part) if not isinstance(i, Call)]
+    works = [(position, work) for position, i in others if (work := work_of(i)) is not None]
     if not works:
         return ()
     made, first_read = _positions(part)
@@ -79,9 +80,8 @@ def hides(meanwhile: Sequence[Instruction]) -> bool:
     several = 0
     for instruction in meanwhile:
         if isinstance(instruction, Call):
-            op = _name(instruction.op)
-            several += op not in _VIEWS
-            if op in _PRODUCTS or several == _SEVERAL:
+            several += _name(instruction.op) not in _VIEWS
+            if several == _SEVERAL or _is_product(instruction.op):
                 return True
     return False
 
@@ -92,7 +92,7 @@ def has_product(meanwhile: Sequence[Instruction]) -> bool:
 
 
 def is_product(instruction: Instruction) -> bool:
-    return isinstance(instruction, Call) and _name(instruction.op) in _PRODUCTS
+    return isinstance(instruction, Call) and _is_product(instruction.op)
 
 
 def sends(instruction: Instruction) -> bool:
@@ -100,6 +100,11 @@ def sends(instruction: Instruction) -> bool:
     if isinstance(instruction, Convert):
         return instruction.kind != "slice"
     return isinstance(instruction, (Start, Together))
+
+
+@cache
+def _is_product(op: str) -> bool:
+    return _name(op) in _PRODUCTS
 
 
 @cache

@@ -29,14 +29,16 @@ help:
 venv: $(STAMP)
 
 # torch comes first and alone: the largest download fails early and by itself. Its build (CPU or CUDA) is pip's choice.
-# Releases before the pinned one demand an older setuptools.
+# Releases before the pinned one demand an older setuptools. Of all that is installed a part is imported: only that is
+# compiled, here and by who imports more.
 $(STAMP): constraints.txt pyproject.toml setup.py
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 to 3.14 with the venv module found; set PYTHON=..." >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@sed -e 's/^torch==.*/torch==$(TORCH)/' $(if $(filter 2.13.0,$(TORCH)),,-e 's/^setuptools==.*/setuptools<82/') constraints.txt > $(PINS)
-	$(BIN)/python -m pip install --quiet torch==$(TORCH) -c $(PINS)
-	$(BIN)/python -m pip install --quiet --upgrade setuptools wheel -c $(PINS)
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e '.[dev]' -c $(PINS)
+	$(BIN)/python -m pip install --quiet --no-compile torch==$(TORCH) -c $(PINS)
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade setuptools wheel -c $(PINS)
+	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -e '.[dev]' -c $(PINS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import hap.api'
 	@touch $@
 
 # mypy knows one core. A file's tests stay together, as they share what was made for them.

@@ -123,6 +123,11 @@ class Report:
         self._load_before = os.getloadavg()[0]
         self._cpu_before = cpu_times()
         self._began = time.monotonic()
+        self._taken_by: dict[str, Any] = {}
+
+    def taken_by(self, body: Mapping[str, Any]) -> None:
+        """The measurements are those of a run that left this JSON: it says when, where and by what they were taken."""
+        self._taken_by = {name: body[name] for name in ("command", "commit", "machine")}
 
     def figure(self, name: str, value: float, spread: Spread | None = None) -> None:
         """A number under the name by which others look it up, and the spread of the measurements behind it."""
@@ -183,6 +188,7 @@ class Report:
             },
             "figures": self.figures,
             "absent": self.absent,
+            **self._taken_by,
             **({"chosen": self.chosen} if self.chosen else {}),
         }
 

@@ -121,6 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [] if options.extra.tables else wanted
     known = _known(options.out) if options.extra.only or options.extra.tables else {}
     report = Report(NAME, "Planning: seconds, and the gap to a proved bound", options)
+    if options.extra.tables:
+        if not known:
+            parser.error(f"--tables: {options.out} has no result of this benchmark")
+        report.taken_by(json.loads((options.out / f"{NAME}.json").read_text()))
     for case in wanted:
         known[case] = planned(*case.split("@"), batches=options.extra.batches)
         print(_line(known[case]), file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -48,6 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except HapError as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    asked: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print HAP's version.")
+    ] = False,
+) -> None:
+    """What goes before a command."""
 
 
 @app.command()

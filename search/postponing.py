@@ -73,6 +73,9 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
         if postponed in met:
             continue
         met.append(postponed)
+        tried = replace(best, postponed=postponed)  # of what its evaluation says the order changes memory alone
+        if (tried_s := played_s(problem, tried)) >= found_s:
+            continue
         evaluation = problem.facts.evaluator.evaluate(
             best.strategies,
             best.sizes,
@@ -81,8 +84,7 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
             recomputed=best.repeated,
             postponed=postponed,
         )
-        tried = replace(best, evaluation=evaluation, postponed=postponed)
-        if tried.fits and (tried_s := played_s(problem, tried)) < found_s:
+        if (tried := replace(tried, evaluation=evaluation)).fits:
             found, found_s = tried, tried_s
     return (found, found_s) if found_s < overlapped_s * (1 - WORTH) else (best, overlapped_s)
 

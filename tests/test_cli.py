@@ -349,8 +349,9 @@ def test_run_passes_on_what_torchrun_or_hap_would_take_for_its_own(
 def test_version_and_module_entry() -> None:
     from hap import __version__
 
-    done = subprocess.run([sys.executable, "-m", "hap", "version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{__version__}\n"
+    for words in (["version"], ["--version"]):
+        done = subprocess.run([sys.executable, "-m", "hap", *words], capture_output=True, text=True, check=True)
+        assert done.stdout == f"{__version__}\n"
 
 
 def test_help_does_not_import_torch() -> None:

@@ -50,3 +50,13 @@ def test_a_run_leaves_json_markdown_and_a_picture(tmp_path: Path) -> None:
     text = (tmp_path / "links.md").read_text()
     assert "![Links](links.png)" in text and "Not measured: `gpu_error`: no GPU on this machine." in text
     assert (tmp_path / "links.png").stat().st_size > 1000
+
+
+def test_tables_made_again_say_what_run_their_rows_are_of(tmp_path: Path) -> None:
+    first = Report("links", "Links", parse("links", "x", ["--quick"])).body()
+    again = Report("links", "Links", parse("links", "x", []))
+    again.figure("error", 0.25)
+    again.taken_by(first | {"commit": "of the rows"})
+    body = again.body()
+    assert (body["command"], body["commit"]) == ("python benchmarks/links.py --quick", "of the rows")
+    assert body["machine"] == first["machine"] and body["figures"] == {"error": 0.25}

@@ -146,7 +146,7 @@ def planning(body: Body) -> str:
 def planning_proofs(body: Body) -> str:
     """Seconds and gap of every case that more was proved of."""
     rows = [
-        [name, f"{c['wall_s']:.0f}", _percent(c["normal_gap"]), _percent(1.0 - c["bound_s"] / c["step_s"])]
+        [name, f"{c['wall_s']:.0f}", c["cpu"], _percent(c["normal_gap"]), _percent(1.0 - c["bound_s"] / c["step_s"])]
         for name, c in body["cases"].items()
     ]
     figures = body["figures"]
@@ -154,7 +154,7 @@ def planning_proofs(body: Body) -> str:
     if (cases := figures.get("cases_to_128")) is not None:
         near, before = figures["cases_to_128_within_3_percent"], figures["the_same_by_planning_alone"]
         told = f"Of {cases:.0f} cases to 128 devices {near:.0f} are proved to be within 3%, {before:.0f} without.\n\n"
-    columns = ["case", "seconds", "gap", "thorough"]
+    columns = ["case", "seconds", "on", "gap", "thorough"]
     return f"{markdown_table(columns, rows)}\n\n{told}{_source('planning_proofs', body)}"
 
 

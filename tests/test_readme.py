@@ -57,10 +57,10 @@ def test_the_others(tmp_path: Path) -> None:
     gaps = {"that_no_bound_can_close": 0.211, "of_the_shortest_found": 0.181}
     text = written(tmp_path, "planning", {"a@b": case}, **{f"worst_gap_to_128_{k}": v for k, v in gaps.items()})
     assert "by up to 21.1%, which" in text and "at most 18.1% below" in text
-    case = {"wall_s": 41.2, "normal_gap": 0.066, "step_s": 0.1, "bound_s": 0.0972}
+    case = {"wall_s": 41.2, "cpu": "CPU", "normal_gap": 0.066, "step_s": 0.1, "bound_s": 0.0972}
     counts = {"cases_to_128": 20, "cases_to_128_within_3_percent": 11, "the_same_by_planning_alone": 9}
     text = written(tmp_path, "planning_proofs", {"a@b": case}, **counts)
-    assert re.search(r"\| a@b +\| +41 \| +6\.6% \| +2\.8% \|", text)
+    assert re.search(r"\| a@b +\| +41 \| CPU \| +6\.6% \| +2\.8% \|", text)
     assert "Of 20 cases to 128 devices 11 are proved" in text
     text = written(tmp_path, "accuracy", step_time_median_error=0.0903, kendall_tau_worst_cluster=0.78)
     assert re.search(r"step time, median error +\| +9\.0% ", text) and "| 0.78 |" in text

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 OVERLAP = 0.5  # of a step with nothing overlapped, as run: the longer of computing and sending is half of both or more
 AT_BEST = 0.85  # of the step as run at first glance, which a whole search leads to; mostly, and by a closer look, ...
 LIKELY = 0.95  # ... of it
+NEARLY_AS_GOOD = 0.9  # of the step at first glance, to be planned at a glance beside one that looks better
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
 FEWEST_NODES = 500  # of a graph whose bounds are worth a second process
 
@@ -106,6 +107,15 @@ class Tried:
             search.asked = partial(_bound_s, weakref.ref(self.least_bound), number)
 
     @property
+    def at_a_glance(self) -> bool:
+        """Whether the one cluster that looks best at first glance is planned, and bounds stay as they are."""
+        return self.searches[0].limits.at_a_glance
+
+    @property
+    def is_nested(self) -> bool:
+        return len(self.searches) > 1
+
+    @property
     def glanced(self) -> dict[int, float]:
         """Steps with nothing overlapped at first glance."""
         return {n: found.cost[1] for n, found in self.glances.items()}
@@ -123,10 +133,22 @@ class Tried:
         if self.second is not None:
             self.second.close()  # behind the one that asks it
 
+    def prove_beside(self) -> None:
+        """From now on bounds are proved in a second process, where that is worth it."""
+        nodes = len(self.searches[0].problem.choices.graph.nodes)
+        if FEWEST_NODES <= nodes <= MOST_NODES and self.kinds >= MANY and not self.at_a_glance:  # others are not raised
+            self.second = Beside(LeastBound(self.searches, self.kinds), apart=True)
+        self.least_bound = LeastBound(self.searches, self.kinds, self.second)
+        self.beside = Beside(self.least_bound, apart=nodes >= FEWEST_NODES, check=self.searches[0].progress.check)
+        for number in (*range(1, self.kinds), 0):  # what is asked first in plan_nested is asked first here
+            self._asked[number] = self.beside.ask("bound_s", number)
+            self.searches[number].asked = partial(self.beside.answer, self._asked[number])
+        for number in range(self.kinds, len(self.searches)):  # less than the bound, and nobody waits for it
+            self.searches[number].asked = partial(_floor_s, weakref.ref(self.least_bound), number)
+
     def nest(self) -> None:
-        """The smaller clusters are tried, too, and from now on bounds are proved in a second process. PlanError where
-        shares are pinned to ranks, or devices were measured: of all of them together it was measured what collectives
-        take."""
+        """The smaller clusters are tried, too, and bounds proved beside. PlanError where shares are pinned to ranks,
+        or devices were measured: of all of them together it was measured what collectives take."""
         search = self.searches[0]
         problem = search.problem
         if problem.pins.sizes or problem.pins.ratios is not None:
@@ -140,17 +162,7 @@ class Tried:
             self.searches.append(replace(search, problem=problem.on(without(problem.cluster, ranks))))
         self.order = [0, *map(self.ranks.index, nested)]
         self.kinds = 1 + len(kinds)
-        nodes = len(problem.choices.graph.nodes)
-        is_large = nodes >= FEWEST_NODES
-        if FEWEST_NODES <= nodes <= MOST_NODES and self.kinds >= MANY:  # of larger graphs no bound is raised
-            self.second = Beside(LeastBound(self.searches, self.kinds), apart=True)
-        self.least_bound = LeastBound(self.searches, self.kinds, self.second)
-        self.beside = Beside(self.least_bound, apart=is_large, check=search.progress.check)
-        for number in (*range(1, self.kinds), 0):  # what is asked first in plan_nested is asked first here
-            self._asked[number] = self.beside.ask("bound_s", number)
-            self.searches[number].asked = partial(self.beside.answer, self._asked[number])
-        for number in range(self.kinds, len(self.searches)):  # less than the bound, and nobody waits for it
-            self.searches[number].asked = partial(_floor_s, weakref.ref(self.least_bound), number)
+        self.prove_beside()
 
     def best(self) -> tuple[int, Planned] | None:
         """The shortest plan and the number of its cluster; where none is ready, the best that fits of all that the
@@ -179,15 +191,19 @@ class Tried:
 
     def foresee(self, number: int, found: Found) -> None:
         """The bounds are raised for this plan of that cluster, as long as nothing better is known."""
-        if self.beside is not None:
+        if self.is_nested and self.beside is not None and not self.at_a_glance:
             self.beside.ask("raised_s", self._aim(number, found))
 
     def raised_bound_s(self) -> float:
         """Below all plans on every one of the clusters, as near to the best of them as is looked for."""
         chosen = self.best()
-        assert chosen is not None and self.beside is not None, "asked of what is planned, after ``nest``"
+        assert chosen is not None and self.beside is not None, "asked of what is planned, after ``prove_beside``"
         number, planned = chosen
-        found: float = self.beside.answer(self.beside.ask("raised_s", self._aim(number, planned.best)))
+        if self.is_nested and not self.at_a_glance:
+            question = self.beside.ask("raised_s", self._aim(number, planned.best))
+        else:
+            question = self.beside.ask("least_s", number)
+        found: float = self.beside.answer(question)
         return found
 
     def foresee_as_run(self, number: int) -> None:
@@ -323,15 +339,7 @@ def _bound_s(held: weakref.ref[LeastBound], number: int) -> float:
 def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     """Plan for those of the clusters that may have the shortest step. ``plan`` puts the plan of one of them into
     ``tried.planned``. InfeasibleError if nothing fits anywhere."""
-    unfit: list[int] = []  # at first glance
-    numbers = list(range(tried.kinds))
-    if len(tried.searches[0].problem.choices.graph.nodes) > MOST_NODES:  # a glance takes longer than all the bounds
-        numbers.sort(key=lambda n: (tried.searches[n].bound_s, n))
-    for number in numbers:
-        if tried.takes_longer(number):
-            continue
-        if not tried.glance(number):
-            unfit.append(number)
+    unfit = _glance_at_kinds(tried)
     if tried.glanced:
         first = min(tried.glanced, key=lambda n: (tried.glanced[n], n))
         tried.foresee(first, tried.glances[first])
@@ -352,6 +360,30 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         assert why is not None
         raise why
     look_beside(tried.order, range(tried.kinds), lambda: _best(tried)[0], partial(_go_on, tried, plan))
+
+
+def plan_at_a_glance(tried: Tried, plan: Callable[[int], None]) -> None:
+    """Like ``plan_nested`` in a part of its time: without whole kinds alone, and planned is the cluster that looks best
+    at first glance, and those that look nearly as good as its plan. Where nothing fits at first glance, the first one
+    where a plan does, the least bound first."""
+    unfit = _glance_at_kinds(tried)
+    for number in sorted(tried.glanced, key=lambda n: (tried.looks_s(n), n)):
+        if not tried.planned or NEARLY_AS_GOOD * tried.looks_s(number) < _best(tried)[1].as_run_s:
+            _plan(tried, plan, number)
+    refusals: list[InfeasibleError] = []
+    for number in sorted(unfit, key=lambda n: (tried.searches[n].bound_s, n)):
+        if not tried.planned and (refused := _plan(tried, plan, number)):
+            refusals.append(refused)
+    if not tried.planned:
+        raise refusals[0]
+
+
+def _glance_at_kinds(tried: Tried) -> list[int]:
+    """At the whole cluster and those without whole kinds. Where nothing fits that way."""
+    numbers = list(range(tried.kinds))
+    if len(tried.searches[0].problem.choices.graph.nodes) > MOST_NODES:  # a glance takes longer than all the bounds
+        numbers.sort(key=lambda n: (tried.searches[n].bound_s, n))
+    return [n for n in numbers if not tried.takes_longer(n) and not tried.glance(n)]
 
 
 def _go_on(tried: Tried, plan: Callable[[int], None], number: int) -> bool | None:

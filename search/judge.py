@@ -91,10 +91,15 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
-    dealt = deal_out_inputs(chooser, first.found)
-    if dealt is not first.found and (dealt_s := watch.seconds(dealt)) <= first.seconds * (1 + INPUT_TOLERANCE):
+    return inputs_dealt_out(chooser, *first)
+
+
+def inputs_dealt_out(chooser: Chooser, found: Found, seconds: float) -> tuple[Found, float]:
+    """``found``, whose step as run is ``seconds``, with its inputs dealt out, where that costs next to nothing."""
+    dealt = deal_out_inputs(chooser, found)
+    if dealt is not found and (dealt_s := as_run_s(chooser, dealt)) <= seconds * (1 + INPUT_TOLERANCE):
         return dealt, dealt_s
-    return first.found, first.seconds
+    return found, seconds
 
 
 def as_run_s(chooser: Chooser, found: Found) -> float:

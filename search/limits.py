@@ -15,7 +15,9 @@ class Limits:
     """How much work: starts, rounds per start, branch-and-bound nodes per MILP, evaluations of single moves (and
     those times nodes of the graph), whether the estimate without barriers is asked too, and of how many nodes a graph
     may be for its programs to be lowered and played; how many mixtures of whole parameters and shards are played; how
-    many boxes the bound is raised by once the plan is there."""
+    many boxes the bound is raised by once the plan is there. ``at_a_glance``: what the first look at a cluster finds is
+    kept, but for what a search changes last, unless the graph is small; of several clusters that is done for the one
+    that looks best; and no bound is raised."""
 
     starts: int
     rounds: int
@@ -26,11 +28,13 @@ class Limits:
     played: int
     mixtures: int = 0
     boxes: int = 0
+    at_a_glance: bool = False
 
 
 HASTY = Limits(1, 2, 200, 0, 0, False, 0)  # for what a smaller cluster would do
+FEW = Limits(1, 2, 200, 0, 0, False, 0)  # for a few programs beside those of a search
 LIMITS: Mapping[Effort, Limits] = {
-    "quick": Limits(1, 2, 200, 0, 0, False, 3_000),
+    "quick": Limits(1, 2, 200, 0, 0, False, 3_000, 16, at_a_glance=True),
     "normal": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16),
     "thorough": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16, boxes=500),
 }

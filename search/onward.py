@@ -15,15 +15,19 @@ strategy uses has kept the guess of its start: hence like the batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hap.placement import GroupSizes
 from hap.search.found import Found
-from hap.search.judge import LEANEST, TIE, are_alike, as_run_s
+from hap.search.judge import LEANEST, TIE, are_alike, as_run_s, inputs_dealt_out
 from hap.search.problem import Problem
-from hap.search.refine import INPUT_TOLERANCE, deal_out_inputs, reshare
+from hap.search.refine import reshare
 from hap.search.strategies import BEHIND, Chooser
+
+if TYPE_CHECKING:
+    from hap.search.planner import Search
 
 
 def onward(chooser: Chooser, found: Found, seconds: float) -> tuple[Found, float]:
@@ -39,10 +43,16 @@ def onward(chooser: Chooser, found: Found, seconds: float) -> tuple[Found, float
         best, best_s = shorter, shorter_s
         if not gained:
             break
-    dealt = deal_out_inputs(chooser, best)
-    if dealt is not best and (dealt_s := as_run_s(chooser, dealt)) <= best_s * (1 + INPUT_TOLERANCE):
-        best, best_s = dealt, dealt_s
+    best, best_s = inputs_dealt_out(chooser, best, best_s)
     return (best, best_s) if best_s < seconds else (found, seconds)
+
+
+def or_onward(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+    """The same of a quick search, which is asked first whether to repeat calls: on from a plan that does, no round is
+    made."""
+    if not search.at_a_glance or overlapped_s is None or best.recomputed:
+        return best, overlapped_s
+    return onward(search.chooser, best, overlapped_s)
 
 
 def _from_here(chooser: Chooser, found: Found, seconds: float) -> Iterator[Found]:

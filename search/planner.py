@@ -28,14 +28,14 @@ from hap.search.advice import advise
 from hap.search.apart import or_apart
 from hap.search.assemble import assemble_plan
 from hap.search.bound import weighted_bound
-from hap.search.fewer import Planned, Tried, plan_nested
+from hap.search.fewer import Planned, Tried, plan_at_a_glance, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look
 from hap.search.keeping import or_keeping
 from hap.search.limits import LIMITS, Effort, Limits, Method
 from hap.search.mixing import or_mixed
-from hap.search.onward import onward
+from hap.search.onward import onward, or_onward
 from hap.search.pins import Pins
 from hap.search.postponing import or_postponed
 from hap.search.problem import Problem
@@ -54,6 +54,7 @@ __all__ = ["Effort", "Search", "plan_graph"]
 CLOSE = 0.005  # of the bound: no further start is made
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried ...
 TOO_FULL = 1.1  # ... and from here on, moving single atoms hardly makes it fit
+SMALL = 500  # nodes of a graph
 
 
 @uncollected()
@@ -94,16 +95,19 @@ def plan_graph(
     try:
         if leave_out:
             tried.nest()
-            plan_nested(tried, partial(_plan_whole, tried))
+            nested = plan_at_a_glance if tried.at_a_glance else plan_nested
+            nested(tried, partial(_plan_whole, tried))
             progress.say("raising the lower bound")
-            lower_bound_s = tried.raised_bound_s()
         else:
+            tried.prove_beside()
+            tried.foresee_as_run(0)
             _plan_whole(tried, 0)
             if effort != "quick":
                 progress.say("asking whether fewer devices would do")
                 search, _, overlapped_s = planned = tried.planned[0]
                 as_run = overlapped_s is not None
                 advice = advise(search.problem, planned.as_run_s, as_run, partial(search.alone_s, as_run=as_run))
+        lower_bound_s = tried.raised_bound_s()
         bound_as_run_s = tried.as_run_bound_s()
         for proved_s in tried.proofs() if batches == 1 else ():  # cases know of one batch
             lower_bound_s = max(proved_s, lower_bound_s or 0.0)
@@ -168,10 +172,13 @@ def _plan_whole(tried: Tried, number: int) -> None:
     overlapped_s = None
     if len(search.problem.choices.graph.nodes) <= search.limits.played:
         search.progress.say("comparing programs as they run")
-        best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
+        if search.at_a_glance:
+            best, overlapped_s = first_look(search.chooser, best)
+        else:
+            best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
     tried.foresee(number, best)
-    for move in (or_repeating, or_mixed, or_keeping, or_apart, or_postponed):
+    for move in (or_repeating, or_onward, or_mixed, or_keeping, or_apart, or_postponed):
         search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
         best, overlapped_s = move(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)
@@ -198,6 +205,12 @@ class Search:
         self.chooser = kind(self.problem, self.limits, check=self.progress.check)
         self.met: list[Found] = []
         self._first: tuple[Found | None] | None = None
+
+    @property
+    def at_a_glance(self) -> bool:
+        """Whether the first look's plan is kept. Not of a small graph, for which others are found at once; and many of
+        them are shorter, as latencies count there."""
+        return self.limits.at_a_glance and len(self.problem.choices.graph.nodes) > SMALL
 
     @cached_property
     def bound_s(self) -> float:
@@ -229,6 +242,8 @@ class Search:
         """The best plan that fits. InfeasibleError if there is none."""
         starts = find_starts(self.problem)
         best = self.glance()
+        if best is not None and best.fits and self.at_a_glance:
+            return best
         if best is None or not best.fits:
             best = self._try(starts[:1], best, regather=True)
         regather = best is not None and best.fits and best.regather
@@ -249,7 +264,11 @@ class Search:
     def glance(self) -> Found | None:
         """What the first start leads to, whether it fits or not. A search begins with it."""
         if self._first is None:
-            self._first = (self._try(find_starts(self.problem)[:1], None, regather=False),)
+            starts = find_starts(self.problem)[:1]
+            first = self._try(starts, None, regather=False)
+            if self.at_a_glance and (first is None or not first.fits):
+                first = self._try(starts, first, regather=True)
+            self._first = (first,)
         return self._first[0]
 
     def alone_s(self, problem: Problem, limits: Limits, *, as_run: bool) -> float | None:

@@ -24,8 +24,8 @@ from hap.plan import Recomputed
 from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, best_of, overflow_bytes
 from hap.search.infeasible import state_bytes
-from hap.search.judge import TIE, finest
-from hap.search.limits import LIMITS, Limits
+from hap.search.judge import TIE, finest, first_look, inputs_dealt_out
+from hap.search.limits import FEW, Limits
 from hap.search.problem import Problem
 from hap.search.refine import reshare
 from hap.search.tempo import played_s
@@ -107,11 +107,15 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
         return best, None if overlapped_s is None else played_s(search.problem, best)
     if overlapped_s is None or not _may_gain(search, best):
         return best, overlapped_s
-    again = _repeating(search, LIMITS["quick"])
+    hasty = search.at_a_glance
+    again = _repeating(search, search.limits if hasty else FEW)
     first = None if again is None else _first(again, best)
     if again is None or first is None:
         return best, overlapped_s
-    found, _ = finest(again.chooser, first, again.met)
+    if hasty:
+        found, _ = inputs_dealt_out(again.chooser, *first_look(again.chooser, first))
+    else:
+        found, _ = finest(again.chooser, first, again.met)
     found = thinned(again.problem, found)
     seconds = played_s(again.problem, found)
     return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)
@@ -128,7 +132,8 @@ def _first(again: Search, best: Found) -> Found | None:
     chosen = again.chooser.strategies(dealt.sizes, best.regather, best.left_out)
     if chosen is not None:
         again.met += [chosen, reshare(problem, chosen)]
-    again.glance()
+    if not again.at_a_glance:
+        again.glance()
     return best_of(f for f in again.met if f.fits)
 
 

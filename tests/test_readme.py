@@ -52,11 +52,18 @@ def test_the_others(tmp_path: Path) -> None:
     case = {"wall_s": 1.26, "gap": 0.031, "step_s": 0.1, "overlapped_s": 0.08, "bound_s": 0.0969, "failure": ""}
     case |= {"overlapped_bound_s": 0.06, "gap_as_run": 0.25}
     text = written(tmp_path, "planning", {"a@b": case, "c@d": case | {"failure": "too large"}})
-    row = r"\| a@b +\| +1\.3 \| +80 ms \| +60 ms \| 25\.0% \| +100 ms \| +97 ms \| +3\.1% \|"
+    row = r"\| a@b +\| +\| +\| +1\.3 \| +80 ms \| +60 ms \| 25\.0% \| +100 ms \| +97 ms \| +3\.1% \|"
     assert re.search(row, text) and "c@d" not in text and "no bound can close" not in text
     gaps = {"that_no_bound_can_close": 0.211, "of_the_shortest_found": 0.181}
     text = written(tmp_path, "planning", {"a@b": case}, **{f"worst_gap_to_128_{k}": v for k, v in gaps.items()})
-    assert "by up to 21.1%, which" in text and "at most 18.1% below" in text
+    assert "by up to 21.1%, which" in text and "at most 18.1% below" in text and "--effort" not in text
+    quick = {"worst_seconds_to_16_quick": 2.94, "worst_seconds_to_128_quick": 4.0, "worst_slower_to_128_quick": 0.062}
+    quick["cases_to_128_within_1_percent_quick"] = 16.0
+    both = {"a@b": case | {"quick": {"wall_s": 0.52}, "quick_slower": 0.062}}
+    text = written(tmp_path, "planning", both, **quick, **{f"worst_gap_to_128_{k}": v for k, v in gaps.items()})
+    assert re.search(r"\| a@b +\| +0\.5 \| \+6\.2% \| +1\.3 \|", text)
+    assert "`--effort quick` takes at most 2.9 s for 16 devices and 4.0 s for 128." in text
+    assert "within 1% in 16 cases and at most 6% longer" in text
     case = {"wall_s": 41.2, "cpu": "CPU", "normal_gap": 0.066, "step_s": 0.1, "bound_s": 0.0972}
     counts = {"cases_to_128": 20, "cases_to_128_within_3_percent": 11, "the_same_by_planning_alone": 9}
     text = written(tmp_path, "planning_proofs", {"a@b": case}, **counts)

@@ -30,7 +30,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     effort: Annotated[
         Literal["quick", "normal", "thorough"],
-        typer.Option(help="How long to search; thorough: and to prove how near the best plan is."),
+        typer.Option(help="How long to search, quick: seconds; thorough: and to prove how near the best plan is."),
     ] = "normal",
     method: Annotated[
         Literal["milp", "astar"],

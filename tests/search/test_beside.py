@@ -13,6 +13,7 @@ from hap.errors import PlanError
 from hap.search import beside, fewer, plan_graph
 from hap.search.beside import Beside
 from hap.search.fewer import Tried
+from hap.search.limits import Effort
 from tests.search.models import gpt2
 from tests.search.test_masses import hosts
 
@@ -123,15 +124,17 @@ def test_the_plan_is_the_same_with_and_without_it(devices: ClusterSpec, monkeypa
     found = gpt2(layers=1)
     monkeypatch.setattr(fewer, "FEWEST_NODES", 0)
     apart: list[bool] = []
-    nest = Tried.nest
+    prove_beside = Tried.prove_beside
 
     def watched(self: Tried) -> None:
-        nest(self)
+        prove_beside(self)
         assert self.beside is not None
         apart.append(self.beside.is_apart)
 
-    monkeypatch.setattr(Tried, "nest", watched)
-    plans = [plan_graph(found, devices, leave_out=True)]
+    monkeypatch.setattr(Tried, "prove_beside", watched)
+    ways: tuple[tuple[Effort, bool], ...] = (("normal", True), ("quick", True), ("quick", False))
+    plans = [plan_graph(found, devices, effort=effort, leave_out=leave_out) for effort, leave_out in ways]
     monkeypatch.setattr(beside, "can_fork", lambda: False)
-    plans.append(plan_graph(found, devices, leave_out=True))
-    assert apart == [True, False] and plans[0].to_json() == plans[1].to_json()
+    again = [plan_graph(found, devices, effort=effort, leave_out=leave_out) for effort, leave_out in ways]
+    assert apart == [True] * 3 + [False] * 3
+    assert [plan.to_json() for plan in plans] == [plan.to_json() for plan in again]

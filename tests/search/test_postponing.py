@@ -130,8 +130,9 @@ def test_where_nothing_is_gained_nothing_is_postponed(network: str) -> None:
     assert not planned(network).postponed
 
 
-def test_a_quick_search_does_not_ask() -> None:
-    assert not plan_graph(tied(), devices(), pins=PINS, effort="quick").postponed
+def test_a_quick_search_asks_too() -> None:
+    quick = plan_graph(tied(), devices(), pins=PINS, effort="quick")
+    assert quick.postponed and quick.postponed == planned().postponed
 
 
 def test_the_same_plan_every_time() -> None:

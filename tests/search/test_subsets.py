@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hap.cluster import ClusterSpec
-from hap.search import plan_graph
+from hap.search import plan_graph, postponing
 from hap.search.planner import Search
 from hap.search.problem import Problem
 from hap.search.subsets import Advice, Kind, fewer_hosts, kinds_of, slowest_kinds, without
@@ -68,8 +68,8 @@ def test_says_how_many_of_a_kind() -> None:
 
 
 def test_advises_hosts_of_a_kind_to_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four hosts alike, whose networks take longer than three of them bring. Each cluster is looked at once, as quickly
-    as by a quick search, which postpones nothing."""
+    """Four hosts alike, whose networks take longer than three of them bring. Each cluster is looked at once; nothing is
+    postponed there."""
     looked_at, alone_s = list[int](), Search.alone_s
 
     def noted(search: Search, problem: Problem, *rest: Any, **options: Any) -> float | None:
@@ -83,13 +83,14 @@ def test_advises_hosts_of_a_kind_to_be_left_out(monkeypatch: pytest.MonkeyPatch)
     hosts = [host.format(name, two, *rates) for name in "abcd"]
     plan = plan_graph(found, ClusterSpec.from_yaml(f"name: four\nhosts:\n{''.join(hosts)}"))
     assert looked_at == [4, 2]
+    monkeypatch.setattr(postponing, "PARTS", ())
     one = plan_graph(found, ClusterSpec.from_yaml(f"name: one\nhosts:\n{hosts[0]}"), effort="quick")
     assert plan.provenance.solver["leave_out"] == [2, 3, 4, 5, 6, 7]
     assert plan.provenance.solver["leave_out_overlapped_s"] == pytest.approx(one.predicted.as_run_s, rel=0.02)
     assert "leaving out 6 of the 8 new would make the step as it is run " in plan.predicted.tight
 
 
-def test_says_in_numbers_when_a_device_costs_more_than_it_brings() -> None:
+def test_says_in_numbers_when_a_device_costs_more_than_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
     """The old device has no share of anything that matters, but a slow network that every gradient passes."""
     found = mlp(batch=4096, width=512)
     new = "[{name: new, count: 2, tflops: {float32: 10}, memory: 16GB, memory_bandwidth: 2000GB/s}]"
@@ -99,6 +100,7 @@ def test_says_in_numbers_when_a_device_costs_more_than_it_brings() -> None:
 """
     more = f"  - {{name: b, devices: {old}, network: {{bandwidth: 1GB/s, latency: 1us}}}}\n"
     plan = plan_graph(found, ClusterSpec.from_yaml(f"name: all\nhosts:{hosts}{more}"))
+    monkeypatch.setattr(postponing, "PARTS", ())
     alone = plan_graph(found, ClusterSpec.from_yaml(f"name: new\nhosts:{hosts}"), effort="quick")
     alone_s = alone.predicted.overlapped_s
     whole_s = plan.predicted.overlapped_s

@@ -1,10 +1,10 @@
 """How long planning takes, and how far a plan is from the best: seconds, variables, predicted step, bound, gap.
 
 The cases are those of ``planning_cases``. Seconds are of ``plan_graph`` with its choices by the wall clock, on two
-cores, as bounds are proved in a process of their own; CPU seconds are of both processes. Capture is apart. Every case
-is planned twice, as by default and by ``--effort quick``. With ``--only`` the other rows stay as they were in the last
-result, so that a long list can be run in pieces. What ``planning_ablations.py``, ``planning_sailor.py``,
-``planning_hap.py`` and ``planning_astar.py`` found is read from their results, if they are there.
+cores, as bounds are proved in a process of their own; CPU seconds are of both processes. Capture is apart. With
+``--only`` the other rows stay as they were in the last result, so that a long list can be run in pieces. What
+``planning_ablations.py``, ``planning_sailor.py``, ``planning_hap.py`` and ``planning_astar.py`` found is read from
+their results, if they are there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,6 @@ from benchmarks.planning_cases import LARGE, PER_DEVICE, SMALL, captured, cluste
 from hap.cluster import ClusterSpec
 from hap.deferral import Batches
 from hap.errors import HapError, InfeasibleError
-from hap.graph import Graph
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.search import plan_graph
@@ -46,8 +44,7 @@ QUICK = ("gpt2@mix-4", "vgg19@mix-16")
 MANY = 1024  # devices of the largest case
 CLOSE = 0.005  # of a step: what is nearer is not another
 COLUMNS: tuple[str, ...] = ("model", "cluster", "devices", "used", "s", "CPU s", "variables", "step ms", "bound ms")
-COLUMNS += ("gap", "shortest ms", "its gap", "as run ms", "its gap", "quick s", "as run ms", "gap", "tight")
-DERIVED = ("gap", "gap_as_run", "quick_slower")  # of a row, beside it in the result
+COLUMNS += ("gap", "shortest ms", "its gap", "as run ms", "its gap", "tight")
 TERMS = (
     "case",
     "step - bound",
@@ -62,25 +59,11 @@ TERMS = (
 
 
 @dataclass(frozen=True)
-class Quick:
-    """Of a quick search's plan: the seconds it took, its step by both clocks, and the bound."""
-
-    wall_s: float
-    step_s: float
-    bound_s: float
-    overlapped_s: float | None
-
-    @property
-    def gap(self) -> float:
-        return 1.0 - self.bound_s / self.step_s
-
-
-@dataclass(frozen=True)
 class Row:
     """One planned case. Where no plan was found, ``failure`` says why and the rest is zero. ``terms_ms``: what the
     step, and the bound, consist of. ``least_s``: the shortest step with nothing overlapped that was found on any of the
     clusters that the bound is for, where that is another plan's. ``overlapped_bound_s``: what was proved of the step as
-    it is run, on the devices used. ``quick``: the same of the plan of a quick search."""
+    it is run, on the devices used."""
 
     model: str
     cluster: str
@@ -97,7 +80,6 @@ class Row:
     used: int = 0  # devices that take part
     least_s: float | None = None
     overlapped_bound_s: float | None = None
-    quick: Quick | None = None
 
     @property
     def name(self) -> str:
@@ -123,15 +105,6 @@ class Row:
         if self.overlapped_s is None or self.overlapped_bound_s is None:
             return None
         return 1.0 - self.overlapped_bound_s / self.overlapped_s
-
-    @property
-    def quick_slower(self) -> float | None:
-        """How much longer the step of the quick search's plan is: as run, where both are known so."""
-        if self.quick is None:
-            return None
-        if self.quick.overlapped_s is None or self.overlapped_s is None:
-            return self.quick.step_s / self.step_s - 1.0
-        return self.quick.overlapped_s / self.overlapped_s - 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,7 +155,7 @@ def _keep(out: Path, rows: Mapping[str, Row]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{NAME}.json"
     body = json.loads(path.read_text()) if path.is_file() else {}
-    body["cases"] = {case: asdict(r) | {name: getattr(r, name) for name in DERIVED} for case, r in rows.items()}
+    body["cases"] = {case: asdict(r) | {"gap": r.gap, "gap_as_run": r.gap_as_run} for case, r in rows.items()}
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
@@ -192,11 +165,7 @@ def _known(out: Path) -> dict[str, Row]:
     if not path.is_file():
         return {}
     found = json.loads(path.read_text()).get("cases", {})
-    return {case: _row(**{k: v for k, v in row.items() if k not in DERIVED}) for case, row in found.items()}
-
-
-def _row(*, quick: Mapping[str, Any] | None = None, **rest: Any) -> Row:
-    return Row(**rest, quick=None if quick is None else Quick(**quick))
+    return {case: Row(**{k: v for k, v in row.items() if not k.startswith("gap")}) for case, row in found.items()}
 
 
 def planned(model: str, name: str, *, batches: int = 1) -> Row:
@@ -211,7 +180,6 @@ def planned(model: str, name: str, *, batches: int = 1) -> Row:
         cpu_s, wall_s = _cpu_s() - began, time.perf_counter() - wall
         return Row(model, name, spec.world_size, cpu_s, wall_s, failure=str(e))
     cpu_s, wall_s = _cpu_s() - began, time.perf_counter() - wall
-    quick = _quick(graph, spec, batches)
     p = plan.predicted
     of_step = Batches.of(graph, batches)
     facts = Problem.state(found, used_by(plan, spec), plan.provenance.optimizer, Pins(), of_step).facts
@@ -230,15 +198,7 @@ def planned(model: str, name: str, *, batches: int = 1) -> Row:
         used=plan.world_size,
         least_s=_shortest_s(found, spec, plan, apart=batches == 1 and name in SMALL),
         overlapped_bound_s=p.overlapped_bound_s,
-        quick=quick,
     )
-
-
-def _quick(graph: Graph, spec: ClusterSpec, batches: int) -> Quick:
-    began = time.perf_counter()
-    plan = plan_graph(choices(graph), spec, leave_out=True, batches=batches, effort="quick")
-    wall_s, p = time.perf_counter() - began, plan.predicted
-    return Quick(wall_s, p.step_s, p.lower_bound_s or 0.0, p.overlapped_s)
 
 
 def _shortest_s(found: Choices, spec: ClusterSpec, plan: Plan, *, apart: bool) -> float | None:
@@ -288,13 +248,10 @@ def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> N
             report.figure("gaps_to_128_as_run_within_3_percent", sum(gap <= 0.03 for gap in as_run))
         report.figure("worst_seconds_to_128", max(r.wall_s for r in small))
         report.figure("worst_seconds_to_16", max((r.wall_s for r in small if r.devices <= 16), default=0.0))
-        _quick_figures(report, small)
     for r in known:
         if r.cluster not in SMALL and r not in large:
             report.figure(f"seconds_{r.devices}", r.wall_s)
             report.figure(f"gap_{r.devices}", r.gap)
-            if r.quick is not None:
-                report.figure(f"seconds_{r.devices}_quick", r.quick.wall_s)
     if large:
         report.figure("seconds_1024", max(r.wall_s for r in large))
         report.figure("gap_1024", max(r.gap for r in large))
@@ -315,57 +272,32 @@ def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> N
         "slowest kinds, or are the plan's: where a job on fewer devices is faster, the plan is for these. `shortest`: "
         "another plan that is shorter with nothing overlapped, met on the way or, outside the seconds, by searches for "
         "all devices and for those left without the slowest kinds; the one chosen is so by its step as run, and no "
-        "bound can close that part of its gap. `quick`: the same by `--effort quick`, which raises no bound. "
-        "`tight` says what limits the step."
+        "bound can close that part of its gap. `tight` says what limits the step."
     )
-
-
-def _quick_figures(report: Report, rows: Sequence[Row]) -> None:
-    """Of those cases that a quick search was asked about, too."""
-    asked = [(r.quick, slower, r) for r in rows if r.quick is not None and (slower := r.quick_slower) is not None]
-    if not asked:
-        return
-    report.figure("worst_seconds_to_128_quick", max(q.wall_s for q, _, _ in asked))
-    report.figure("worst_seconds_to_16_quick", max((q.wall_s for q, _, r in asked if r.devices <= 16), default=0.0))
-    report.figure("worst_slower_to_128_quick", max(slower for _, slower, _ in asked))
-    report.figure("median_slower_to_128_quick", statistics.median(slower for _, slower, _ in asked))
-    report.figure("cases_to_128_within_1_percent_quick", sum(slower <= 0.01 for _, slower, _ in asked))
-    report.figure("worst_gap_to_128_quick", max(q.gap for q, _, _ in asked))
 
 
 def _line(row: Row) -> str:
     if row.failure:
         return f"{row.name}: {row.failure}"
-    quick = "" if row.quick is None else f"; quick: {row.quick.wall_s:.1f} s, {row.quick_slower:+.1%}"
-    return f"{row.name}: {row.wall_s:.1f} s, step {row.step_s * 1e3:.1f} ms, gap {row.gap:.1%}{quick}"
+    return f"{row.name}: {row.wall_s:.1f} s, step {row.step_s * 1e3:.1f} ms, gap {row.gap:.1%}"
 
 
 def _cells(row: Row) -> list[str]:
     first = [titled(row.model), row.cluster, str(row.devices), str(row.used or ""), f"{row.wall_s:.1f}"]
     first.append(f"{row.cpu_s:.1f}")
     if row.failure:
-        return [*first, *[""] * (len(COLUMNS) - len(first) - 1), row.failure]
+        return [*first, "", "", "", "", "", "", "", "", row.failure]
     run = ["" if row.overlapped_s is None else f"{row.overlapped_s * 1e3:.1f}"]
     run.append("" if row.gap_as_run is None else f"{row.gap_as_run:.1%}")
     numbers = [str(row.variables), f"{row.step_s * 1e3:.1f}", f"{row.bound_s * 1e3:.1f}", f"{row.gap:.1%}"]
     other = ["", ""] if row.least_s is None else [f"{row.least_s * 1e3:.1f}", f"{row.least_gap:.1%}"]
-    return [*first, *numbers, *other, *run, *_quick_cells(row.quick), row.tight]
-
-
-def _quick_cells(quick: Quick | None) -> list[str]:
-    if quick is None:
-        return ["", "", ""]
-    run = "" if quick.overlapped_s is None else f"{quick.overlapped_s * 1e3:.1f}"
-    return [f"{quick.wall_s:.1f}", run, f"{quick.gap:.1%}"]
+    return [*first, *numbers, *other, *run, row.tight]
 
 
 def _draw(axes: Sequence[Any], rows: Sequence[Row]) -> None:
     places, titles = range(len(rows)), [r.name for r in rows]
     left, right = axes
-    left.barh(places, [r.wall_s for r in rows], color=COLOURS[0], label="as by default")
-    if asked := [(place, r.quick.wall_s) for place, r in enumerate(rows) if r.quick is not None]:
-        left.barh(*zip(*asked, strict=True), height=0.4, color=COLOURS[3], label="--effort quick")
-        left.legend()
+    left.barh(places, [r.wall_s for r in rows], color=COLOURS[0])
     left.set(title="Planning, capture apart", xlabel="s", yticks=places, yticklabels=titles)
     right.barh(places, [100 * r.gap for r in rows], color=COLOURS[1])
     right.set(title="Gap to the bound", xlabel="% of the step", yticks=places)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import planning, planning_proofs
+from benchmarks import planning, planning_proofs, planning_quick
 from benchmarks.planning_cases import PER_DEVICE, SMALL
 from benchmarks.planning_proofs import Row
 
@@ -45,3 +45,25 @@ def test_a_proof_counts_only_for_the_plan_that_there_still_is(tmp_path: Path, mo
     (tmp_path / "planning.json").write_text(json.dumps({"cases": normal}))
     with pytest.raises(SystemExit):
         ask("gpt2@mix-4")
+
+
+def test_a_quick_search_s_plan_is_compared_with_the_one_that_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As run; where that is not known of both, with nothing overlapped."""
+    known = {"step_s": 2.0, "overlapped_s": 1.0, "wall_s": 9.0, "failure": ""}
+    normal = {"gpt2@mix-4": known, "bert@mix-4": known | {"overlapped_s": None}}
+    (tmp_path / "planning.json").write_text(json.dumps({"cases": normal}))
+    monkeypatch.setattr("torch.set_num_threads", lambda count: None)
+    monkeypatch.setattr(
+        planning_quick, "planned", lambda case: planning_quick.Row(*case.split("@"), 4, 2, 3.0, 2.2, 1.65, 1.005)
+    )
+    assert planning_quick.main(["--only", "gpt2@mix-4,bert@mix-4", "--out", str(tmp_path)]) == 0
+    body = json.loads((tmp_path / "planning_quick.json").read_text())
+    assert [case["longer"] for case in body["cases"].values()] == pytest.approx([0.005, 0.1])
+    figures = body["figures"]
+    assert figures["cases_to_128_within_1_percent"] == 1 and figures["worst_longer_to_128"] == pytest.approx(0.1)
+    assert figures["worst_seconds_to_16"] == 3.0 and figures["worst_gap_to_128"] == pytest.approx(0.25)
+    with pytest.raises(SystemExit):
+        planning_quick.main(["--only", "vit@mix-4", "--out", str(tmp_path)])
+    assert "planning.py has no plan of vit@mix-4" in capsys.readouterr().err

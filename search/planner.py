@@ -209,8 +209,9 @@ class Search:
     @property
     def at_a_glance(self) -> bool:
         """Whether the first look's plan is kept. Not of a small graph, for which others are found at once; and many of
-        them are shorter, as latencies count there."""
-        return self.limits.at_a_glance and len(self.problem.choices.graph.nodes) > SMALL
+        them are shorter, as latencies count there. Nor of one that is too large to be played: nothing is changed there
+        that would make up for a first choice."""
+        return self.limits.at_a_glance and SMALL < len(self.problem.choices.graph.nodes) <= self.limits.played
 
     @cached_property
     def bound_s(self) -> float:

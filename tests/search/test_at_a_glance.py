@@ -121,6 +121,8 @@ def test_a_graph_that_is_too_large_to_be_played_is_compared_with_nothing_overlap
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner, "LIMITS", {"quick": replace(LIMITS["quick"], played=0)})
+    search = Search(Problem.state(MODEL, mixed("0.1GB/s"), "adamw", Pins()), planner.LIMITS["quick"])
+    assert not search.at_a_glance and replace(search, limits=LIMITS["quick"]).at_a_glance
     plan = quick(mixed("0.1GB/s"))
     assert plan.world_size == 2 and plan.predicted.overlapped_s is None
 

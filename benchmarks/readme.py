@@ -154,7 +154,7 @@ def planning_quick(body: Body) -> str:
         told = (
             f"At most {figures['worst_seconds_to_16']:.1f} s to 16 devices and {figures['worst_seconds_to_128']:.1f} s "
             f"to 128. Of {cases:.0f} steps as run {figures['cases_to_128_within_1_percent']:.0f} are within 1% of the "
-            f"default's, one is {figures['worst_longer_to_128']:.0%} longer.\n\n"
+            f"default's, the worst is {figures['worst_longer_to_128']:.0%} longer.\n\n"
         )
     columns = ["case", "seconds", "by default", "step longer by", "gap"]
     return f"{markdown_table(columns, rows)}\n\n{told}{_source('planning_quick', body)}"

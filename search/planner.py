@@ -97,7 +97,8 @@ def plan_graph(
             tried.nest()
             nested = plan_at_a_glance if tried.at_a_glance else plan_nested
             nested(tried, partial(_plan_whole, tried))
-            progress.say("raising the lower bound")
+            if not tried.at_a_glance:
+                progress.say("raising the lower bound")
         else:
             tried.prove_beside()
             tried.foresee_as_run(0)

@@ -25,7 +25,7 @@ from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, best_of, overflow_bytes
 from hap.search.infeasible import state_bytes
 from hap.search.judge import TIE, finest, first_look, inputs_dealt_out
-from hap.search.limits import FEW, Limits
+from hap.search.limits import HASTY, Limits
 from hap.search.problem import Problem
 from hap.search.refine import reshare
 from hap.search.tempo import played_s
@@ -108,7 +108,7 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
     if overlapped_s is None or not _may_gain(search, best):
         return best, overlapped_s
     hasty = search.at_a_glance
-    again = _repeating(search, search.limits if hasty else FEW)
+    again = _repeating(search, search.limits if hasty else HASTY)
     first = None if again is None else _first(again, best)
     if again is None or first is None:
         return best, overlapped_s

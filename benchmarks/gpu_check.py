@@ -10,6 +10,15 @@
                    and with three, whose gradients are exchanged once (ranks as above)
     acco           ACCO's updates are those of the paper's equations on one device
     hosts          a plan of two axes, the ranks being two hosts, equals one device
+    fork           hap.compile plans beside a forked process, with CUDA and NCCL at work in the one that forks it: it
+                   comes back in time, with the plan that it makes alone, and training equals one device; no process
+                   is left. One rank, and ranks as above
+    recorded       three recorded ranks: one becomes slow in its stream, one between steps, one stands still, and the
+                   diagnosis names it; losses and parameters are those of one device
+    mesh-record    the same of a rank that becomes late in a plan of two axes (where ranks share a GPU, four of them)
+    mesh-acco      ACCO on two axes, recorded
+    reduce-dtype   gradients exchanged in 16 bits, on one axis and two: whole numbers exactly, others as near as
+                   rounding allows, under ACCO, too
     attention      forward and backward of attention by every kernel, beside the formulas in float64
     random         random numbers and dropout's masks on the GPU are those on the CPU
     overhead       forward and backward of the emitted program beside eager's, GPT-2 medium, bfloat16: at most 2% more
@@ -39,7 +48,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks import gpu_check_cost as cost
+from benchmarks import gpu_check_fork as fork
+from benchmarks import gpu_check_mesh as mesh
 from benchmarks import gpu_check_ranks as ranks
+from benchmarks import gpu_check_record as record
 from benchmarks import gpu_check_train as train
 from benchmarks.common import RESULTS, commit, machine
 from benchmarks.gpu_check_cost import Item, Setting, Verdict, alone
@@ -117,6 +129,9 @@ CHECKS: dict[str, Callable[[Setting], Item | list[Item]]] = {
     "ranks": check_ranks,
     "acco": check_acco,
     "hosts": check_hosts,
+    "fork": fork.check_fork,
+    "recorded": record.check_recorded,
+    "mesh": mesh.check_mesh_extras,
     "attention": check_attention,
     "random": check_random,
     "overhead": cost.check_overhead,
@@ -134,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=32, help="timed: so many sequences of 512 tokens (32: 35 GB)")
     parser.add_argument("--rounds", type=int, default=30, help="repetitions of what is timed")
     parser.add_argument("--ranks", type=int, help="default: one for every GPU; three that share the only one")
+    parser.add_argument("--commit", help="of a copy that has no history: what it is a copy of")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results")
     given = parser.parse_args(argv)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -155,15 +171,16 @@ def main(argv: list[str] | None = None) -> int:
         for item in _guarded(name, check, setting):
             print(f"{item.verdict:>8}  {item.name:<12} {item.words}", flush=True)
             items.append(item)
-        written.write_text(json.dumps(_record(items, setting), indent=1) + "\n", encoding="utf-8")  # before the next
+        body = _record(items, setting, given.commit or commit())
+        written.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")  # before the next
     print(f"wrote {written.name}")
     return 1 if any(item.verdict == "FAIL" for item in items) else 0
 
 
-def _record(items: Sequence[Item], setting: Setting) -> dict[str, object]:
+def _record(items: Sequence[Item], setting: Setting, of: str | None) -> dict[str, object]:
     return {
         "command": "python benchmarks/gpu_check.py" + ("" if setting.gpus else " --cpu"),
-        "commit": commit(),
+        "commit": of,
         "machine": machine(),
         "batch": setting.batch,
         "ranks": setting.ranks,
@@ -182,6 +199,7 @@ def _guarded(name: str, check: Callable[[Setting], Item | list[Item]], setting: 
         words = f"broke after {time.monotonic() - started:.0f} s: {type(e).__name__}: {' '.join(str(e).split())[:300]}"
         return [Item(name, "FAIL", words)]
     finally:
+        print(f"({name}: {time.monotonic() - started:.0f} s)", file=sys.stderr)
         if setting.gpus:
             torch.cuda.empty_cache()
     return found if isinstance(found, list) else [found]

@@ -3,7 +3,7 @@
 Both are compared with what one device computes. ``start_ranks`` is the launcher: a process for each rank, joined
 through a file, NCCL on GPUs and Gloo on a CPU. Where there are more ranks than GPUs several share one: NCCL refuses
 two ranks of a host on one GPU, so each is told to be a host of its own and they talk through sockets. That is NCCL's
-code for a cluster of hosts of one GPU, whole and slow.
+code for a cluster of hosts of one GPU, whole and slow. Ranks that take longer than they may are ended.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,28 @@ CASES = 12
 STEPS = 3
 PASSES = 5  # forward and backward, of three steps, the last of which has three batches
 EXACT = 1e-10  # float64: relative difference of losses, gradients and parameters
+LIMIT_S = 300.0  # for ranks to be done, unless said otherwise
+POLL_S = 1.0
 
 
-def start_ranks(world_size: int, on_gpus: bool, work: Callable[..., Any], *args: Any) -> list[Any]:
+def start_ranks(
+    world_size: int, on_gpus: bool, work: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S
+) -> list[Any]:
     """``[work(device, *args) on each rank]``, each in its own process with a process group. The first failure of a
-    rank is raised here, with its traceback."""
+    rank is raised here, with its traceback; TimeoutError if they are not done in time: then they are killed."""
     method = "spawn" if on_gpus else "forkserver"  # which imports everything once, but knows of no GPU
     if not on_gpus:
-        multiprocessing.get_context(method).set_forkserver_preload(["benchmarks.gpu_check_train", "torch._dynamo"])
+        multiprocessing.get_context(method).set_forkserver_preload(["benchmarks.gpu_check_mesh", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
         given = (world_size, on_gpus, folder, work, args)
-        multiprocessing.start_processes(_rank, given, nprocs=world_size, start_method=method)
+        context = multiprocessing.start_processes(_rank, given, nprocs=world_size, join=False, start_method=method)
+        until = time.monotonic() + limit_s
+        while not context.join(POLL_S):
+            if time.monotonic() > until:
+                running = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"of {world_size} ranks {running} were not done after {limit_s:.0f} s")
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)]
 
 
@@ -128,23 +140,25 @@ def _whole(source: random.Random, shape: list[int], dtype: torch.dtype) -> torch
 
 
 class Tiny(nn.Module):
-    """Two causal layers with norms, a residual and a head over the vocabulary: every kind of operator of a GPT-2."""
+    """Causal layers with norms, a residual and a head over the vocabulary: every kind of operator of a GPT-2."""
 
-    def __init__(self, vocabulary: int = 61, width: int = 48, heads: int = 6, length: int = 16) -> None:
+    def __init__(
+        self, layers: int = 2, vocabulary: int = 61, width: int = 48, heads: int = 6, length: int = 16
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
         self.heads = heads
-        self.attention = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
-        self.wide = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(2))
-        self.narrow = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(4))
+        self.attention = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.wide = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.narrow = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.words(ids) + self.positions
-        for i in range(2):
+        for i in range(len(self.out)):
             q, k, v = (
                 t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
                 for t in self.attention[i](self.norms[2 * i](x)).chunk(3, -1)
@@ -155,10 +169,10 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def tiny() -> Tiny:
+def tiny(layers: int = 2) -> Tiny:
     """The same weights on every rank, in float64."""
     torch.manual_seed(0)
-    return Tiny().double()
+    return Tiny(layers).double()
 
 
 def tiny_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,10 +196,10 @@ def train_like_one_device(device: torch.device, plans: dict[str, dict[str, str]]
         program = tiny_program(device, placements)
         with tempfile.TemporaryDirectory() as folder:
             with program.record(comm.from_rank_zero(folder)):
-                found[name] = _difference(program, device)
+                found[name] = difference(program, tiny().to(device))
             comm.gather_objects(None)  # until all have written
             if comm.rank == 0:
-                _check_records(Path(folder))
+                check_records(Path(folder), PASSES)
             comm.gather_objects(None)
     return found
 
@@ -207,15 +221,17 @@ def tiny_program(device: torch.device, placements: dict[str, str], batches: int 
     )
 
 
-def _check_records(folder: Path) -> None:
+def check_records(folder: Path, passes: int) -> None:
     """That every pass was recorded, and that it took time: on GPUs, that the streams' events were read."""
     for record in read_folder(folder):
         times = [step.compute_s for step in record.steps if step.trains]
-        assert len(times) == PASSES and min(times) > 0, f"rank {record.head.rank}: recorded passes took {times}"
+        assert len(times) == passes and min(times) > 0, f"rank {record.head.rank}: recorded passes took {times}"
 
 
-def _difference(program: Any, device: torch.device) -> float:
-    model = tiny().to(device)
+def difference(program: Any, model: nn.Module) -> float:
+    """The largest relative difference from ``model`` on one device, which has the program's first parameters: see
+    ``train_like_one_device``."""
+    device = program.device
     ours = torch.optim.AdamW(program.parameters(), lr=1e-3)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-3)
     worst = 0.0

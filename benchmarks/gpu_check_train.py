@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,12 @@ STEPS = 3
 def train_by_acco(device: torch.device, pins: dict[str, str]) -> float:
     """The largest relative difference, of losses and of parameters after the last update, from the paper's equations on
     one device (arXiv 2406.02613, section 3), with clipping."""
-    program = tiny_program(device, pins, BATCHES // 2)
+    return follow_the_equations(tiny_program(device, pins, BATCHES // 2))
+
+
+def follow_the_equations(program: hap.HapProgram) -> float:
+    """``train_by_acco``, of any program of the tiny model."""
+    device = program.device
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-3)
     acco = hap.Acco(program, optimizer, batches=BATCHES, max_norm=MAX_NORM)
     theirs, worst = _Equations(device), 0.0
@@ -74,21 +81,33 @@ def _update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, gradients:
 def train_over_hosts(device: torch.device) -> float:
     """A plan of two axes, for two hosts with half of the ranks each: the largest relative difference of losses,
     gradients and parameters from one device."""
+    return train_hosts(hosts_program(device, tiny()), STEPS)
+
+
+def hosts_program(
+    device: torch.device, model: torch.nn.Module, *, batches: int = 1, reduce_dtype: torch.dtype | None = None
+) -> hap.HapProgram:
+    """The tiny model's, of two axes, planned for so many batches a step."""
     ids, targets = tiny_batch(0)
+    given: dict[str, Any] = {"example_inputs": (ids,), "example_targets": targets, "loss_fn": token_loss}
     plan = hap.plan_mesh(
-        tiny(),
+        model,
         two_hosts(dist.get_world_size(), device),
-        example_inputs=(ids,),
-        example_targets=targets,
-        loss_fn=token_loss,
         effort="quick",
+        gradient_accumulation_steps=batches,
+        reduce_dtype=reduce_dtype,
+        **given,
     )
-    program = hap.compile(
-        tiny(), plan=plan, device=device, example_inputs=(ids,), example_targets=targets, loss_fn=token_loss
-    )
+    return hap.compile(model, plan=plan, device=device, **given)
+
+
+def train_hosts(program: hap.HapProgram, steps: int, before: Callable[[int], None] = lambda step: None) -> float:
+    """The largest relative difference of losses, gradients and parameters from one device. ``before`` each step."""
+    device = program.device
     model, worst = tiny().to(device), 0.0
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (program, model))
-    for step in range(STEPS):
+    for step in range(steps):
+        before(step)
         ids, targets = tiny_batch(step)
         mine, my_targets = program.shard_batch((ids,), targets)
         loss, reference = program(*mine, targets=my_targets), token_loss(model(ids.to(device)), targets.to(device))

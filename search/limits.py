@@ -31,7 +31,7 @@ class Limits:
     at_a_glance: bool = False
 
 
-HASTY = Limits(1, 2, 200, 0, 0, False, 0)  # for what a smaller cluster would do, and a few programs beside a search
+HASTY = Limits(1, 2, 200, 0, 0, False, 0)  # for what a smaller cluster would do
 LIMITS: Mapping[Effort, Limits] = {
     "quick": Limits(1, 2, 200, 0, 0, False, 3_000, 16, at_a_glance=True),
     "normal": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16),

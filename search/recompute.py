@@ -7,8 +7,8 @@ A plan takes the fewest steps with which it fits (``thinned``), by bisection wit
 Two moments ask for it. Nothing fits: the whole search is made again for the step in which all steps are taken, memory
 and repeated calls counted in its program (``run_or_repeat``). Something fits, but memory is full, or would be if the
 batch were dealt out and parameters kept whole: then a plan that repeats calls may be faster than one that cuts or
-gathers more to save memory. The best of those is played as the others were, and taken where it is faster
-(``or_repeating``).
+gathers more to save memory. The best that a few programs find is played as the others were, and taken where it is
+faster (``or_repeating``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from hap.plan import Recomputed
 from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, best_of, overflow_bytes
 from hap.search.infeasible import state_bytes
-from hap.search.judge import TIE, finest, first_look, inputs_dealt_out
-from hap.search.limits import HASTY, Limits
+from hap.search.judge import TIE, first_look, inputs_dealt_out
 from hap.search.problem import Problem
 from hap.search.refine import reshare
 from hap.search.tempo import played_s
@@ -60,7 +59,7 @@ def run_or_repeat(search: Search) -> tuple[Search, Found]:
         if not _state_fits(search.problem):
             raise
         refused = str(e)
-    last, again = search, _repeating(search, search.limits)
+    last, again = search, _repeating(search)
     if again is not None:
         last, again.met = again, search.met  # where an interrupted search looks for the best so far
         search.progress.say("nothing fits; trying with activations computed again in the backward pass")
@@ -107,15 +106,11 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
         return best, None if overlapped_s is None else played_s(search.problem, best)
     if overlapped_s is None or not _may_gain(search, best):
         return best, overlapped_s
-    hasty = search.at_a_glance
-    again = _repeating(search, search.limits if hasty else HASTY)
+    again = _repeating(search)
     first = None if again is None else _first(again, best)
     if again is None or first is None:
         return best, overlapped_s
-    if hasty:
-        found, _ = inputs_dealt_out(again.chooser, *first_look(again.chooser, first))
-    else:
-        found, _ = finest(again.chooser, first, again.met)
+    found, _ = inputs_dealt_out(again.chooser, *first_look(again.chooser, first))
     found = thinned(again.problem, found)
     seconds = played_s(again.problem, found)
     return (found, seconds) if seconds < overlapped_s * (1 - TIE) else (best, overlapped_s)
@@ -123,17 +118,16 @@ def or_repeating(search: Search, best: Found, overlapped_s: float | None) -> tup
 
 def _first(again: Search, best: Found) -> Found | None:
     """What a few programs find of plans that repeat calls: ``best`` itself, its shares dealt out anew, then its
-    strategies, and what the first start leads to. None if nothing fits."""
+    strategies, with parameters gathered once, too, where it gathers them twice. None if nothing fits."""
     problem = again.problem
     evaluation = problem.judge(best.strategies, best.sizes, best.regather)
     same = replace(best, evaluation=evaluation, recomputed=problem.recomputed)
     dealt = reshare(problem, same)
     again.met += [same, dealt]
-    chosen = again.chooser.strategies(dealt.sizes, best.regather, best.left_out)
-    if chosen is not None:
-        again.met += [chosen, reshare(problem, chosen)]
-    if not again.at_a_glance:
-        again.glance()
+    for regather in dict.fromkeys((best.regather, False)):
+        chosen = again.chooser.strategies(dealt.sizes, regather, best.left_out)
+        if chosen is not None:
+            again.met += [chosen, reshare(problem, chosen)]
     return best_of(f for f in again.met if f.fits)
 
 
@@ -163,13 +157,13 @@ def thinned(problem: Problem, found: Found) -> Found:
     return best
 
 
-def _repeating(search: Search, limits: Limits) -> Search | None:
+def _repeating(search: Search) -> Search | None:
     """The same search where every step is taken; None if there is none."""
     blocks = blocks_of(search.problem)
     everything = after_steps(blocks, len(steps_of(blocks)))
     if not everything or search.problem.recomputed:
         return None
-    other = replace(search, problem=search.problem.repeating(everything), limits=limits, rounds=0, starts=0)
+    other = replace(search, problem=search.problem.repeating(everything), rounds=0, starts=0)
     if "bound_s" in search.__dict__:  # repeating calls makes no step shorter
         other.__dict__["bound_s"] = search.bound_s
     return other

@@ -22,6 +22,7 @@ from hap.report.words import seconds as in_words
 SLOWER = 1.25  # times as long: below it a prediction may be wrong
 CHANGED = 1.15  # the same of a rank beside what itself took before
 MATTERS = 0.05  # of a step
+UNLIKE = 2.0  # factors that differ by so much are of two reasons
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,16 +155,28 @@ def _changed(slow: Slow, rank: int) -> Finding | None:
     run, both = slow.run, slow.run.compute_s + slow.run.outside_s
     if (change := _own_change(both, rank)) is None:
         return None
-    before, after = (float(np.median(part)) for part in np.split(both[:, rank], [change.at]))
-    if after - before < MATTERS * slow.step_s:
+    if _grown_s(both[:, rank], change) < MATTERS * slow.step_s:
         return None
-    computes = _own_change(run.compute_s, rank)
-    table = run.outside_s if computes is None else run.compute_s
-    change = computes or _own_change(run.outside_s, rank) or change
+    computes, beside = _own_change(run.compute_s, rank), _own_change(run.outside_s, rank)
+    inside = computes is not None and (beside is None or not _is_more(run, rank, beside, computes))
+    table, change = (run.compute_s, computes or change) if inside else (run.outside_s, beside or change)
     before, after = (float(np.median(part)) for part in np.split(table[:, rank], [change.at]))
     since = run.numbers[change.at]
     said = f"{in_words(after)} of each step, {in_words(before)} before step {since}"
-    return _late(slow, rank, computes is not None, change.factor, said, since)
+    return _late(slow, rank, inside, change.factor, said, since)
+
+
+def _is_more(run: Run, rank: int, beside: Change, computes: Change) -> bool:
+    """Whether what has become longer between steps is more than what has in the program, and by another factor, which a
+    device that has become slow has in both."""
+    return beside.factor > UNLIKE * computes.factor and _grown_s(run.outside_s[:, rank], beside) > _grown_s(
+        run.compute_s[:, rank], computes
+    )
+
+
+def _grown_s(series: Array, change: Change) -> float:
+    before, after = (float(np.median(part)) for part in np.split(series, [change.at]))
+    return after - before
 
 
 def _own_change(table: Array, rank: int) -> Change | None:

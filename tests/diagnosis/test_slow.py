@@ -102,6 +102,19 @@ def test_late_data_are_told_apart_from_slow_compute(changes: bool) -> None:
     assert found[0].factor == pytest.approx(8.5, rel=0.1)
 
 
+def test_late_data_are_told_where_compute_has_become_a_little_longer_too() -> None:
+    """By another factor, and by less. A device that has become slow takes longer for both alike."""
+    compute, outside = steady(UNEQUAL)
+    compute[15:, 2] *= 1.3
+    outside[15:, 2] += 0.15
+    found = diagnose(job(compute, outside)).findings
+    assert [(f.syndrome, f.ranks, f.since_step) for f in found] == [("late between steps", (2,), 16)]
+    compute, outside = steady(UNEQUAL, outside_s=0.3)
+    compute[15:, 2], outside[15:, 2] = compute[15:, 2] * 2, outside[15:, 2] * 2  # most of it between steps
+    found = diagnose(job(compute, outside)).findings
+    assert [(f.syndrome, f.ranks, f.since_step) for f in found] == [("compute straggler", (2,), 16)]
+
+
 def test_an_optimizer_that_takes_long_where_planned_is_not_late() -> None:
     """A rank with most of the parameters updates for longest, and that is in what its plan says."""
     outside = (0.02, 0.02, 0.12, 0.02)

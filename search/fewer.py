@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 OVERLAP = 0.5  # of a step with nothing overlapped, as run: the longer of computing and sending is half of both or more
 AT_BEST = 0.85  # of the step as run at first glance, which a whole search leads to; mostly, and by a closer look, ...
 LIKELY = 0.95  # ... of it
-NEARLY_AS_GOOD = 0.9  # of the step at first glance, to be planned at a glance beside one that looks better
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
 FEWEST_NODES = 500  # of a graph whose bounds are worth a second process
 
@@ -107,9 +106,9 @@ class Tried:
             search.asked = partial(_bound_s, weakref.ref(self.least_bound), number)
 
     @property
-    def at_a_glance(self) -> bool:
-        """Whether the one cluster that looks best at first glance is planned, and bounds stay as they are."""
-        return self.searches[0].limits.at_a_glance
+    def is_raised(self) -> bool:
+        """Whether the bound of nested clusters is raised beside the search, and once it ends."""
+        return self.is_nested and not self.searches[0].limits.at_a_glance
 
     @property
     def is_nested(self) -> bool:
@@ -136,7 +135,7 @@ class Tried:
     def prove_beside(self) -> None:
         """From now on bounds are proved in a second process, where that is worth it."""
         nodes = len(self.searches[0].problem.choices.graph.nodes)
-        if FEWEST_NODES <= nodes <= MOST_NODES and self.kinds >= MANY and not self.at_a_glance:  # others are not raised
+        if FEWEST_NODES <= nodes <= MOST_NODES and self.kinds >= MANY and self.is_raised:
             self.second = Beside(LeastBound(self.searches, self.kinds), apart=True)
         self.least_bound = LeastBound(self.searches, self.kinds, self.second)
         self.beside = Beside(self.least_bound, apart=nodes >= FEWEST_NODES, check=self.searches[0].progress.check)
@@ -191,7 +190,7 @@ class Tried:
 
     def foresee(self, number: int, found: Found) -> None:
         """The bounds are raised for this plan of that cluster, as long as nothing better is known."""
-        if self.is_nested and self.beside is not None and not self.at_a_glance:
+        if self.beside is not None and self.is_raised:
             self.beside.ask("raised_s", self._aim(number, found))
 
     def raised_bound_s(self) -> float:
@@ -199,7 +198,7 @@ class Tried:
         chosen = self.best()
         assert chosen is not None and self.beside is not None, "asked of what is planned, after ``prove_beside``"
         number, planned = chosen
-        if self.is_nested and not self.at_a_glance:
+        if self.is_raised:
             question = self.beside.ask("raised_s", self._aim(number, planned.best))
         else:
             question = self.beside.ask("least_s", number)
@@ -360,22 +359,6 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
         assert why is not None
         raise why
     look_beside(tried.order, range(tried.kinds), lambda: _best(tried)[0], partial(_go_on, tried, plan))
-
-
-def plan_at_a_glance(tried: Tried, plan: Callable[[int], None]) -> None:
-    """Like ``plan_nested`` in a part of its time: without whole kinds alone, and planned is the cluster that looks best
-    at first glance, and those that look nearly as good as its plan. Where nothing fits at first glance, the first one
-    where a plan does, the least bound first."""
-    unfit = _glance_at_kinds(tried)
-    for number in sorted(tried.glanced, key=lambda n: (tried.looks_s(n), n)):
-        if not tried.planned or NEARLY_AS_GOOD * tried.looks_s(number) < _best(tried)[1].as_run_s:
-            _plan(tried, plan, number)
-    refusals: list[InfeasibleError] = []
-    for number in sorted(unfit, key=lambda n: (tried.searches[n].bound_s, n)):
-        if not tried.planned and (refused := _plan(tried, plan, number)):
-            refusals.append(refused)
-    if not tried.planned:
-        raise refusals[0]
 
 
 def _glance_at_kinds(tried: Tried) -> list[int]:

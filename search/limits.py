@@ -16,8 +16,7 @@ class Limits:
     those times nodes of the graph), whether the estimate without barriers is asked too, and of how many nodes a graph
     may be for its programs to be lowered and played; how many mixtures of whole parameters and shards are played; how
     many boxes the bound is raised by once the plan is there. ``at_a_glance``: what the first look at a cluster finds is
-    kept, but for what a search changes last, unless the graph is small; of several clusters that is done for the one
-    that looks best; and no bound is raised."""
+    kept, but for what a search changes last, unless the graph is small; and no bound is raised."""
 
     starts: int
     rounds: int

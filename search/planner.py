@@ -28,7 +28,7 @@ from hap.search.advice import advise
 from hap.search.apart import or_apart
 from hap.search.assemble import assemble_plan
 from hap.search.bound import weighted_bound
-from hap.search.fewer import Planned, Tried, plan_at_a_glance, plan_nested
+from hap.search.fewer import Planned, Tried, plan_nested
 from hap.search.found import Found, best_of
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look
@@ -95,9 +95,8 @@ def plan_graph(
     try:
         if leave_out:
             tried.nest()
-            nested = plan_at_a_glance if tried.at_a_glance else plan_nested
-            nested(tried, partial(_plan_whole, tried))
-            if not tried.at_a_glance:
+            plan_nested(tried, partial(_plan_whole, tried))
+            if tried.is_raised:
                 progress.say("raising the lower bound")
         else:
             tried.prove_beside()

@@ -1,4 +1,4 @@
-"""A quick search: what the first look finds, what is changed last, and of several clusters the one that looks best."""
+"""A quick search: what the first look finds, and what is changed last."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hap.cluster import ClusterSpec
-from hap.errors import InfeasibleError
 from hap.plan import Plan
-from hap.search import Pins, fewer, plan_graph, planner
-from hap.search.fewer import NEARLY_AS_GOOD, plan_at_a_glance
+from hap.search import Pins, plan_graph, planner
 from hap.search.found import Found
 from hap.search.judge import as_run_s, finest
 from hap.search.least_bound import LeastBound
@@ -18,7 +16,7 @@ from hap.search.planner import Search
 from hap.search.problem import Problem
 from hap.search.strategies import Chooser
 from tests.search.models import cluster
-from tests.search.test_fewer import MODEL, Stub, chosen, mixed
+from tests.search.test_fewer import MODEL, mixed
 from tests.search.test_keeping import model
 from tests.search.test_mixing import DEEP, SLOW
 from tests.search.test_recompute import found, needed
@@ -35,26 +33,6 @@ def quick(devices: ClusterSpec, *, leave_out: bool = True) -> Plan:
 
 
 # ------------------------------------------------------------------------------------------------ which cluster
-
-
-def test_the_cluster_that_looks_best_is_planned_alone() -> None:
-    assert chosen(Stub(1.5, 3.0, 3.0), Stub(1.0, 2.0, 2.0), None, 2.0, among=plan_at_a_glance) == ([1], 1)
-    assert chosen(Stub(1.0, 2.0, 2.0), Stub(1.5, 3.0, 3.0), 2.0, None, among=plan_at_a_glance) == ([0], 0)
-
-
-def test_one_that_looks_nearly_as_good_as_that_plan_is_planned_too() -> None:
-    far, near = 2.0 / NEARLY_AS_GOOD + 0.01, 2.0 / NEARLY_AS_GOOD - 0.01
-    assert chosen(Stub(1.0, 3.0, far), Stub(1.0, 3.0, 2.0), None, 2.0, among=plan_at_a_glance) == ([1], 1)
-    assert chosen(Stub(1.0, 3.0, near), Stub(1.0, 3.0, 2.0), 1.9, 2.0, among=plan_at_a_glance) == ([1, 0], 0)
-    assert chosen(Stub(1.0, 3.0, near), Stub(1.0, 3.0, 2.0), 2.1, 2.0, among=plan_at_a_glance) == ([1, 0], 1)
-
-
-def test_where_nothing_fits_at_a_glance_the_least_bound_comes_first_and_the_first_that_fits_is_taken() -> None:
-    assert chosen(Stub(1.5, None), Stub(1.0, None), 2.0, 3.0, among=plan_at_a_glance) == ([1], 1)
-    assert chosen(Stub(1.5, None), Stub(1.0, None), 2.0, None, among=plan_at_a_glance) == ([1, 0], 0)
-    assert chosen(Stub(1.5, None), Stub(1.0, 9.0), None, 9.0, among=plan_at_a_glance) == ([1], 1)
-    with pytest.raises(InfeasibleError, match="cluster 1 is too small"):
-        chosen(Stub(1.5, None), Stub(1.0, None), None, None, among=plan_at_a_glance)
 
 
 @pytest.mark.parametrize("network", ["0.1GB/s", "2GB/s", "50GB/s"])
@@ -84,9 +62,8 @@ def test_no_bound_is_raised_and_no_other_program_is_looked_for(monkeypatch: pyte
 
     for room, name in ((LeastBound, "raised_s"), (LeastBound, "massed_s")):
         monkeypatch.setattr(room, name, never)
-    for name in ("finest", "polish", "without_barriers", "advise", "plan_nested"):
+    for name in ("finest", "polish", "without_barriers", "advise"):
         monkeypatch.setattr(planner, name, never)
-    monkeypatch.setattr(fewer, "look_beside", never)
     for leave_out in (False, True):
         assert quick(mixed("2GB/s"), leave_out=leave_out).predicted.lower_bound_s is not None
 

@@ -1,7 +1,6 @@
 """A plan that may leave devices out: which it does, what it says of them, and what its bound is below."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -148,9 +147,7 @@ class Stub:
         return min(seconds, self.closer_s)
 
 
-def chosen(
-    whole: Stub, others: Stub, *as_run_s: float | None, among: Callable[..., None] = plan_nested
-) -> tuple[list[int], int]:
+def chosen(whole: Stub, others: Stub, *as_run_s: float | None) -> tuple[list[int], int]:
     """(clusters planned, the one taken) where the plans of all devices and of the first two take so long as run; None
     where nothing fits after all. All compute for at least 0.9 / (1/2 + 1/2 + 1/4) = 0.72 s, two for 0.9 s."""
     searches: Any = [whole, others]
@@ -163,7 +160,7 @@ def chosen(
             raise InfeasibleError(f"cluster {number} is too small")
         tried.planned[number] = Planned(searches[number], cast(Any, None), seconds)
 
-    among(tried, plan)
+    plan_nested(tried, plan)
     best = tried.best()
     assert best is not None
     return asked, best[0]

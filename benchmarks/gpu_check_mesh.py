@@ -31,72 +31,79 @@ from hap.runtime.collectives import Communicator
 LOW = (torch.bfloat16, torch.float16)
 TOKENS, WORDS, WIDTH = 12, 7, 4
 STEPS, AT, LATE_S = 24, 12, 0.15
-LIMIT_S = 300.0
 ROUNDING = 2.0**-8
+LEAST = 0.01  # of what rounding allows: less would be none
 MOVED = (2.0**-12, 2.0**-6)  # what ACCO trains with rounded gradients differs by so much of how far it moves
 EVEN = {"*": "R", "args.*": "S(0)"}
 
 
-def check_mesh_extras(setting: Setting) -> list[Item]:
-    """One rank more than elsewhere, where they share a GPU: two hosts of two."""
-    shares = 0 < setting.gpus < setting.ranks
-    setting = replace(setting, ranks=setting.ranks + 1 if shares else max(setting.ranks, 3))
-    with tempfile.TemporaryDirectory() as folder:
-        found = ranks.start_ranks(setting.ranks, bool(setting.gpus), run_extras, folder, limit_s=LIMIT_S)
-        named = [f for f in diagnose(load_run(Path(folder))).findings if f.ranks and f.since_step is not None]
-    worst = {name: max(rank[name] for rank in found) for name in found[0] if name != "exact"}
+def check_record(setting: Setting) -> Item:
+    setting = _more_ranks(setting)
     last = setting.ranks - 1
+    with tempfile.TemporaryDirectory() as folder:
+        found = ranks.start_ranks(setting.ranks, bool(setting.gpus), train_recorded, folder)
+        named = [f for f in diagnose(load_run(Path(folder))).findings if f.ranks and f.since_step is not None]
+    worst = max(found)
     told = bool(named) and (named[0].syndrome, named[0].ranks) == ("late between steps", (last,))
-    words = ", ".join(map(in_words, named)) or "no rank has become slow"
-    recorded: Verdict = "pass" if told and worst["recorded"] <= ranks.EXACT else "FAIL"
-    acco: Verdict = "pass" if worst["acco"] <= ranks.EXACT else "FAIL"
-    wrong = sorted({name for rank in found for name in rank["exact"]})
-    rounded = not wrong and 0.01 < worst["rounding"] <= 1 and MOVED[0] < worst["acco_rounded"] < MOVED[1]
-    return [
-        Item(
-            "mesh-record",
-            recorded,
-            f"{setting.on}, two axes, rank {last} late from step {AT} on: {words}; {worst['recorded']:.1e} from one "
-            "device",
-            {"relative_difference": worst["recorded"], "found": float(told)},
-        ),
-        Item(
-            "mesh-acco",
-            acco,
-            f"{setting.on}, two axes, recorded: largest relative difference {worst['acco']:.1e}",
-            {"relative_difference": worst["acco"]},
-        ),
-        Item(
-            "reduce-dtype",
-            "pass" if rounded else "FAIL",
-            f"{setting.on}, one axis and two: whole numbers "
-            + (f"wrong with {', '.join(wrong)}" if wrong else "exact")
-            + f"; others within {worst['rounding']:.2f} of what rounding allows; under ACCO "
-            f"{worst['acco_rounded']:.1e} of how far parameters move",
-            {name: worst[name] for name in ("rounding", "acco_rounded")},
-        ),
-    ]
+    words = f"{setting.on}, two axes, rank {last} late from step {AT} on: "
+    words += ", ".join(map(in_words, named)) or "no rank has become slow"
+    words += f"; {worst:.1e} from one device"
+    verdict: Verdict = "pass" if told and worst <= ranks.EXACT else "FAIL"
+    return Item("mesh-record", verdict, words, {"relative_difference": worst, "found": float(told)})
 
 
-def run_extras(device: torch.device, folder: str) -> dict[str, Any]:
+def check_acco(setting: Setting) -> Item:
+    setting = _more_ranks(setting)
+    worst = max(ranks.start_ranks(setting.ranks, bool(setting.gpus), train_by_acco))
+    words = f"{setting.on}, two axes, recorded: largest relative difference {worst:.1e}"
+    verdict: Verdict = "pass" if worst <= ranks.EXACT else "FAIL"
+    return Item("mesh-acco", verdict, words, {"relative_difference": worst})
+
+
+def check_reduce_dtype(setting: Setting) -> Item:
+    setting = _more_ranks(setting)
+    found = ranks.start_ranks(setting.ranks, bool(setting.gpus), exchange_in_16_bits)
+    wrong = sorted({name for rank in found for name in rank["wrong"]})
+    rounding = max(rank["rounding"] for rank in found)
+    moved = max(ranks.start_ranks(setting.ranks, bool(setting.gpus), train_by_acco_in_16_bits))
+    words = (
+        f"{setting.on}, one axis and two: whole numbers {'wrong: ' + ', '.join(wrong) if wrong else 'exact'}; others "
+        f"within {rounding:.2f} of what rounding allows; under ACCO {moved:.1e} of how far parameters move"
+    )
+    good = not wrong and LEAST < rounding <= 1 and MOVED[0] < moved < MOVED[1]
+    return Item("reduce-dtype", "pass" if good else "FAIL", words, {"rounding": rounding, "acco_rounded": moved})
+
+
+def _more_ranks(setting: Setting) -> Setting:
+    """One rank more than elsewhere, where they share a GPU: two hosts of two. Ranks are started anew for every few
+    programs: each has process groups of its own, and of streams a process has 32 before they are given out again."""
+    shares = 0 < setting.gpus < setting.ranks
+    return replace(setting, ranks=setting.ranks + 1 if shares else max(setting.ranks, 3))
+
+
+def train_by_acco(device: torch.device) -> float:
     comm = Communicator(dist.group.WORLD, device)
-    found: dict[str, Any] = {"recorded": _recorded(device, folder, comm)}
     with tempfile.TemporaryDirectory() as own:
         program = train.hosts_program(device, ranks.tiny(), batches=train.BATCHES // 2)
         with program.record(comm.from_rank_zero(own)):
-            found["acco"] = train.follow_the_equations(program)
+            worst = train.follow_the_equations(program)
         comm.gather_objects(None)  # until all have written
         if comm.rank == 0:
             ranks.check_records(Path(own), train.BATCHES * train.UPDATES)
         comm.gather_objects(None)
-    return found | {
-        "exact": [name for dtype in LOW for name in _not_exact(device, dtype)],
+    return worst
+
+
+def exchange_in_16_bits(device: torch.device) -> dict[str, Any]:
+    comm = Communicator(dist.group.WORLD, device)
+    return {
+        "wrong": [name for dtype in LOW for name in _not_exact(device, dtype)],
         "rounding": max(_over_what_rounding_allows(device, program, comm) for program in _rounding(device)),
-        "acco_rounded": _moved_otherwise(device),
     }
 
 
-def _recorded(device: torch.device, folder: str, comm: Communicator) -> float:
+def train_recorded(device: torch.device, folder: str) -> float:
+    comm = Communicator(dist.group.WORLD, device)
     program = train.hosts_program(device, ranks.tiny())
     late = comm.rank == comm.world_size - 1
 
@@ -209,7 +216,7 @@ def _over_what_rounding_allows(device: torch.device, program: hap.HapProgram, co
     return worst
 
 
-def _moved_otherwise(device: torch.device) -> float:
+def train_by_acco_in_16_bits(device: torch.device) -> float:
     """How far what ACCO trains with gradients in bfloat16, on two axes, is from what it trains without, over how far
     that moves."""
     trained = []

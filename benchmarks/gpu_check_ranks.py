@@ -3,11 +3,13 @@
 Both are compared with what one device computes. ``start_ranks`` is the launcher: a process for each rank, joined
 through a file, NCCL on GPUs and Gloo on a CPU. Where there are more ranks than GPUs several share one: NCCL refuses
 two ranks of a host on one GPU, so each is told to be a host of its own and they talk through sockets. That is NCCL's
-code for a cluster of hosts of one GPU, whole and slow. Ranks that take longer than they may are ended.
+code for a cluster of hosts of one GPU, whole and slow. Ranks that take longer than they may say where they stand, and
+are ended.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import os
 import random
@@ -39,7 +41,8 @@ CASES = 12
 STEPS = 3
 PASSES = 5  # forward and backward, of three steps, the last of which has three batches
 EXACT = 1e-10  # float64: relative difference of losses, gradients and parameters
-LIMIT_S = 300.0  # for ranks to be done, unless said otherwise
+LIMIT_S = 150.0  # for ranks to be done, unless said otherwise
+NEARLY = 0.9  # of it, when they say where they stand
 POLL_S = 1.0
 
 
@@ -52,7 +55,7 @@ def start_ranks(
     if not on_gpus:
         multiprocessing.get_context(method).set_forkserver_preload(["benchmarks.gpu_check_mesh", "torch._dynamo"])
     with tempfile.TemporaryDirectory() as folder:
-        given = (world_size, on_gpus, folder, work, args)
+        given = (world_size, on_gpus, folder, limit_s, work, args)
         context = multiprocessing.start_processes(_rank, given, nprocs=world_size, join=False, start_method=method)
         until = time.monotonic() + limit_s
         while not context.join(POLL_S):
@@ -64,10 +67,14 @@ def start_ranks(
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, on_gpus: bool, folder: str, work: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, world_size: int, on_gpus: bool, folder: str, limit_s: float, work: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(NEARLY * limit_s)  # of all threads
     device = join(rank, world_size, on_gpus, folder)
     found = work(device, *args)
+    faulthandler.cancel_dump_traceback_later()
     torch.save(found, Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()

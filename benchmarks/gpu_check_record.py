@@ -35,7 +35,7 @@ STANDS_AT = 4
 SLOW_S = 0.15
 CYCLES_PER_S = 1.8e9  # of a GPU, about
 HANG_S, PATIENCE_S = 3.0, 60.0  # a rank is asked about after so long, and for so long
-LIMIT_S = 300.0
+LIMIT_S = 200.0
 ZERO = {"*": "S(0)", "args.0": "S(0)"}
 
 

@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from benchmarks import gpu_check_cost as cost
+from benchmarks import gpu_check_fork as fork
+from benchmarks import gpu_check_ranks as ranks
 from benchmarks.gpu_check import CHECKS, main
 from benchmarks.gpu_check_cost import Item, Setting
 from benchmarks.gpu_check_ranks import relative
+from benchmarks.gpu_check_record import FAULTS, out_of_order, told_of
+from hap.diagnosis.run import Run
+from hap.run_record import PLAN
+from tests._support.jobs import job, plan_of, steady
+from tests.test_run_record import write
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 
@@ -99,3 +106,54 @@ def test_a_rehearsal_judges_no_timing_and_a_gpu_does() -> None:
 def test_a_difference_that_is_no_number_is_infinite() -> None:
     assert relative(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0])) == 0.5
     assert relative(torch.tensor([float("nan")]), torch.ones(1)) == float("inf")
+
+
+def test_ranks_that_are_not_done_in_time_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[str] = []
+
+    class Stuck:
+        def is_alive(self) -> bool:
+            return True
+
+        def kill(self) -> None:
+            killed.append("one")
+
+    class Context:
+        processes = (Stuck(), Stuck())
+
+        def join(self, seconds: float) -> bool:
+            return False
+
+    monkeypatch.setattr(ranks.multiprocessing, "start_processes", lambda *_, **__: Context())
+    with pytest.raises(TimeoutError, match=r"^of 2 ranks \[0, 1\] were not done after 0 s$"):
+        ranks.start_ranks(2, False, ranks.tiny, limit_s=0.0)
+    assert killed == ["one"] * 2
+
+
+def test_what_is_wrong_beside_a_forked_process_is_told() -> None:
+    fine = {"nodes": 570, "forked": 2, "left": 0, "plans": ["a", "a"], "difference": 1e-13}
+    others = fine | {"forked": 0}
+    assert fork._wrong([fine, others]) == ""
+    assert fork._wrong([fine | {"forked": 0}]) == "570 nodes, and 0 forks"
+    assert fork._wrong([fine, others | {"left": 1}]) == "1 left"
+    assert fork._wrong([fine | {"plans": ["a", "b"]}, fine]) == (
+        "a rank that does not plan forked, the plan is another one without"
+    )
+    assert fork._wrong([fine | {"difference": float("nan")}]) == "wrong results"
+
+
+def test_what_a_recorded_run_tells_is_judged(tmp_path: Path) -> None:
+    compute, outside = steady((0.1, 0.1, 0.1), steps=24)
+    compute[12:, 1] *= 3
+    run = job(compute, outside)
+    write(tmp_path, run.ranks)
+    plan_of((0.1, 0.1, 0.1)).save(tmp_path / PLAN)
+    assert out_of_order(run) == 0
+    assert told_of(tmp_path, FAULTS["slow stream"], [], shared=True)[0]
+    assert not told_of(tmp_path, FAULTS["late host"], [], shared=True)[0]
+    assert [told_of(tmp_path, FAULTS["well"], [], shared)[0] for shared in (True, False)] == [True, False]
+    said = [{"standing": ""}, {"standing": "non-communication hang of 1"}]
+    assert told_of(tmp_path, FAULTS["stands"], said, shared=True) == (True, "non-communication hang of 1")
+    turned = [line.model_copy(update={"calls": ((1, 0, 5, 4),)}) for line in run.ranks[0].steps]
+    broken = Run((run.ranks[0]._replace(steps=tuple(turned)), *run.ranks[1:]), None)
+    assert out_of_order(broken) == len(broken.steps)

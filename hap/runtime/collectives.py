@@ -326,7 +326,9 @@ class Communicator:
         Collective."""
         other = Communicator(None if self.group is None else self._group_alike(), self.device, check=self.check)
         for comm in (self, other) if self.group is not None else ():
-            comm._next_lane(), comm._next_group()
+            comm._next_lane()
+            if self.device.type != "cuda":  # where each would take a stream and memory, and is not asked for
+                comm._next_group()
         return other
 
     def same_on_hosts(self, found: torch.Tensor) -> torch.Tensor:

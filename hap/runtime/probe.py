@@ -38,23 +38,17 @@ def probe(comm: Communicator, nbytes: int = PROBE_BYTES) -> tuple[tuple[float | 
             source, target = mine if turn == 0 else mine[::-1]
             for _ in range(REPEATS):
                 if comm.rank == source:
-                    _move(dist.P2POp(dist.irecv, ask, group=comm.group, group_peer=target))
-                    _move(dist.P2POp(dist.isend, answer, group=comm.group, group_peer=target))
+                    dist.recv(ask, group=comm.group, group_src=target)
+                    dist.send(answer, group=comm.group, group_dst=target)
                 else:
                     _settle(comm.device)
                     begun = time.perf_counter()
-                    _move(dist.P2POp(dist.isend, ask, group=comm.group, group_peer=source))
-                    _move(dist.P2POp(dist.irecv, answer, group=comm.group, group_peer=source))
+                    dist.send(ask, group=comm.group, group_dst=source)
+                    dist.recv(answer, group=comm.group, group_src=source)
                     _settle(comm.device)
                     seconds, before = time.perf_counter() - begun, found[source]
                     found[source] = seconds if before is None else min(before, seconds)
     return tuple(found), nbytes
-
-
-def _move(operation: dist.P2POp) -> None:
-    """One message. As a batch of its own, as NCCL's groups warn of any other."""
-    for work in dist.batch_isend_irecv([operation]):
-        work.wait()
 
 
 def _settle(device: torch.device) -> None:

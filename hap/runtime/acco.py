@@ -134,7 +134,7 @@ class Acco:
         return held, complete
 
     def _exchange(self, held: Held, complete: Tensors, is_first: bool) -> Tensors:
-        """In the other thread: the parameters that the next batches are computed at."""
+        """Beside the program: the parameters that the next batches are computed at."""
         gradients = dict(complete)
         for step, local in held.items():
             for name, found in step.sum_up(local, self._comm.like(step.comm)).items():

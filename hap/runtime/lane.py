@@ -1,7 +1,9 @@
 """Where work runs that the program does not wait for: a thread beside it on a CPU, a stream on a GPU.
 
 A lane does what it is given one after another, in the order in which it was given, which is the program's and so the
-same on every rank. Collectives need no more; ``Beside`` is for work whose calls take the host long, too.
+same on every rank. Collectives need no more; ``Beside`` is for work whose calls take the host long, too. On a GPU these
+calls are the program's own thread's all the same: NCCL's, made from two threads through communicators of their own, may
+come in another order on each rank, which then wait for each other for ever (NCCL's user guide, "Thread safety").
 """
 
 from __future__ import annotations
@@ -69,28 +71,29 @@ class StreamLane:
 
 
 class Beside:
-    """A thread, which on a GPU has a stream of its own."""
+    """A thread on a CPU, a stream on a GPU."""
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._thread = ThreadPoolExecutor(1, name)
+        self._thread = ThreadPoolExecutor(1, name) if self._stream is None else None
 
     def submit(self, job: Callable[[], T], given: Iterable[torch.Tensor]) -> Running[T]:
         """Start ``job``, which sees all that was queued on this stream before. ``given`` are the tensors of this stream
         that it reads and that may be gone before it is done."""
-        if self._stream is None:
+        if self._thread is not None:
             return Running(self._thread.submit(lambda: (job(), None)))
-        before = torch.cuda.current_stream(self._device).record_event()
+        assert self._stream is not None
         for tensor in given:
             tensor.record_stream(self._stream)
-        return Running(self._thread.submit(self._run, job, before))
-
-    def _run(self, job: Callable[[], T], before: torch.cuda.Event) -> tuple[T, torch.cuda.Event]:
-        assert self._stream is not None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(before)
-            return job(), self._stream.record_event()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        queued: Future[tuple[T, torch.cuda.Event | None]] = Future()
+        try:
+            with torch.cuda.stream(self._stream), torch.autocast("cuda", enabled=False):  # as a thread has none
+                queued.set_result((job(), self._stream.record_event()))
+        except Exception as e:
+            queued.set_exception(e)
+        return Running(queued)
 
 
 class Running(Generic[T]):

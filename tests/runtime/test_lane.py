@@ -1,8 +1,11 @@
-"""Work beside the program, on a CPU."""
+"""Work beside the program, on a CPU; and whose thread queues it on a GPU, of which there is none here."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,3 +31,20 @@ def test_what_it_raises_is_raised_by_who_asks() -> None:
     running = Beside(torch.device("cpu"), "test").submit(lambda: 1 // 0, ())
     with pytest.raises(ZeroDivisionError):
         running.result()
+
+
+def test_on_a_gpu_the_programs_own_thread_queues_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that all ranks call NCCL in one order."""
+    stream, given = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    beside, seen = Beside(torch.device("cuda"), "test"), list[Any]()
+    running = beside.submit(lambda: seen.append(threading.get_ident()), [given])
+    assert seen == [threading.get_ident()]
+    given.record_stream.assert_called_once_with(stream)
+    assert [c[0] for c in stream.method_calls] == ["wait_stream", "record_event"]
+    assert running.result() is None
+    failed = beside.submit(lambda: 1 // 0, ())
+    with pytest.raises(ZeroDivisionError):
+        failed.result()

@@ -9,7 +9,7 @@ perfectly dealt out, rarely shorter than ``AT_BEST`` of that at first glance, wh
 the fastest devices do nearly everything, which fewer devices do better; and rarely than ``OVERLAP`` of the one with
 nothing overlapped. What a search changes last (which parameters are whole, readers apart, calls postponed) makes most
 of the difference, and can be asked of what a glance found: a closer look, of which the step is rarely shorter than
-``LIKELY``. It is taken where that decides.
+``LIKELY``. It is taken where that decides, but not by a quick search, which goes by ``NEARLY_AS_GOOD`` instead.
 
     glance at the whole cluster, then at those without whole kinds, unless they are known to take longer than the
         shortest step seen (of a large graph in the order of the bounds)
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 OVERLAP = 0.5  # of a step with nothing overlapped, as run: the longer of computing and sending is half of both or more
 AT_BEST = 0.85  # of the step as run at first glance, which a whole search leads to; mostly, and by a closer look, ...
 LIKELY = 0.95  # ... of it
+NEARLY_AS_GOOD = 0.9  # of the step as run at first glance: where a quick search plans for other devices, too
 NEARLY = 0.8  # of a step: from so much compute on it is asked whether launches make up for the rest
 FEWEST_NODES = 500  # of a graph whose bounds are worth a second process
 
@@ -106,9 +107,13 @@ class Tried:
             search.asked = partial(_bound_s, weakref.ref(self.least_bound), number)
 
     @property
+    def is_quick(self) -> bool:
+        return self.searches[0].limits.at_a_glance
+
+    @property
     def is_raised(self) -> bool:
         """Whether the bound of nested clusters is raised beside the search, and once it ends."""
-        return self.is_nested and not self.searches[0].limits.at_a_glance
+        return self.is_nested and not self.is_quick
 
     @property
     def is_nested(self) -> bool:
@@ -279,6 +284,8 @@ class Tried:
             return True
         if number not in self.seen or number in self.closer:
             return False
+        if self.is_quick:  # planning it takes hardly longer than a closer look
+            return max(self.compute_s(number), NEARLY_AS_GOOD * self.looks_s(number)) < than_s
         if max(self.compute_s(number), AT_BEST * self.looks_s(number)) >= than_s:
             return False
         self.closer.add(number)

@@ -18,7 +18,7 @@ from hap.search import plan_graph, planner
 from hap.search.fewer import Planned, Tried, plan_nested
 from hap.search.found import Found
 from hap.search.least_bound import MOST_NODES
-from hap.search.limits import LIMITS
+from hap.search.limits import LIMITS, Effort, Limits
 from hap.search.pins import Pins
 from hap.search.planner import Search
 from hap.search.problem import Problem
@@ -123,6 +123,11 @@ class Stub:
     free_s: float = np.inf
     closer_s: float = np.inf
     looked_closer: bool = False
+    effort: Effort = "normal"
+
+    @property
+    def limits(self) -> Limits:
+        return LIMITS[self.effort]
 
     @property
     def met(self) -> list[Any]:
@@ -212,6 +217,14 @@ def test_where_a_glance_does_not_decide_it_is_looked_at_more_closely() -> None:
         two = Stub(0.9, 1.7, 1.0, closer_s=0.92)
         assert chosen(Stub(0.8, 1.75, whole_s), two, whole_s, 0.93) == ([0, 1] if looked else [0], 0)
         assert two.looked_closer == looked
+
+
+def test_a_quick_search_plans_instead_of_a_closer_look() -> None:
+    """What may come to less than 1.96 s if a plan may come to 0.9 of a glance."""
+    for seen_s, planned in ((2.05, True), (2.17, True), (2.18, False)):
+        whole, two = Stub(1.5, 3.9, seen_s, effort="quick"), Stub(1.5, 2.0, effort="quick")
+        assert chosen(whole, two, 1.95, 1.96) == (([1, 0], 0) if planned else ([1], 1))
+        assert not whole.looked_closer
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ causal language model, which is built without weights on the meta device (planni
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -58,12 +59,20 @@ def _import(where: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         raise HapError(f"{where}: no such file")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(path.stem, path, loader=_Script(path.stem, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickling look their module up
     spec.loader.exec_module(module)
     return module
+
+
+class _Script(importlib.machinery.SourceFileLoader):
+    """Compiled each time, as what Python is started with: its cache knows a file by its size and the second of its last
+    change, so another model could be taken for the one before."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _as_built(result: Any, reference: str) -> BuiltModel:

@@ -384,6 +384,21 @@ class TestBuild:
         built = build_from(f"{script}:build")
         assert built.loss_fn is not None and built.example_targets is None
 
+    def test_a_file_that_changed_within_a_second_is_read_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Python's cache of bytecode, where it is on, knows a file by its size and the second of its last change."""
+        monkeypatch.setattr(sys, "dont_write_bytecode", False)
+        file = tmp_path / "changing_model.py"
+        for width in (24, 48):
+            file.write_text(
+                f"import torch\n\n\ndef build():\n    return torch.nn.Linear(6, {width}), (torch.ones(1, 6),)\n"
+            )
+            os.utime(file, (1_700_000_000, 1_700_000_000))
+            model = build_from(f"{file}:build").model
+            assert isinstance(model, torch.nn.Linear) and model.out_features == width
+        assert [found.name for found in tmp_path.iterdir()] == ["changing_model.py"]
+
     def test_a_module_on_the_path(self, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(script.parent)
         assert isinstance(build_from("tiny_model:pair").model, torch.nn.Linear)

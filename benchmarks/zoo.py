@@ -9,6 +9,7 @@ every strategy of every operator run on uneven pieces and compared with the whol
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import pickle
 import resource
@@ -224,9 +225,11 @@ def _figures(report: Report, rows: Sequence[tuple[str, Planned, Proved, Equality
     report.figure("models_wrong", sum(not e.equal and not e.failure for *_, e in rows))
     report.figure("rules_missing", len({op for _, p, _, _ in rows for op in p.missing}))
     report.figure("rules_wrong", len({w for _, _, p, _ in rows for w in p.wrong}))
-    errors = [e.worst for *_, e in rows if e.errors]
-    if errors:
-        report.figure("worst_relative_error", max(errors))
+    errors = {name: e.worst for name, *_, e in rows if e.errors}
+    if endless := [name for name, error in errors.items() if not math.isfinite(error)]:
+        report.missing("worst_relative_error", f"{', '.join(endless)}: a tensor is missing, or nowhere near")
+    elif errors:
+        report.figure("worst_relative_error", max(errors.values()))
     else:
         report.missing("worst_relative_error", "no model ran on ranks")
     report.figure("least_share_dealt", min(e.shared for *_, e in rows))

@@ -15,7 +15,7 @@ from benchmarks.testbed.errors import RankError
 from benchmarks.testbed.ranks import Seat, free_port, run_function
 from benchmarks.zoo_models import find
 from benchmarks.zoo_models.case import Case
-from benchmarks.zoo_models.reference import Outcome, one_device, worst_error
+from benchmarks.zoo_models.reference import Outcome, kept, one_device, worst_error
 from hap.capture import capture
 from hap.cost_models.work import op_class
 from hap.errors import HapError
@@ -150,7 +150,7 @@ def _step(rank: int, name: str, plan: str) -> bytes:
     loss = _call(program, batch, targets)
     loss.backward()
     stored = program.state_dict()
-    buffers = {n: stored[n] for n, _ in case.model.named_buffers() if n in stored}
+    buffers = {n: stored[n] for n in kept(case.model)}
     outcome = Outcome(loss.detach(), program.full_gradients(), buffers)  # collective
     return _packed(outcome) if rank == 0 else b""
 

@@ -108,6 +108,7 @@ class Tried:
 
     @property
     def is_quick(self) -> bool:
+        """Whether glances decide: none is looked at more closely, and no bound is raised."""
         return self.searches[0].limits.at_a_glance
 
     @property

@@ -14,15 +14,16 @@ from hap.plan import Plan, Strategy
 from hap.report.explain import explain
 from hap.report.summary import summarize
 from hap.rules.choices import Choices, choices, replicated
-from hap.search import Pins, plan_graph
+from hap.search import Pins, plan_graph, planner, recompute
 from hap.search.blocks import find_blocks
 from hap.search.found import Found
-from hap.search.limits import Limits
+from hap.search.limits import LIMITS, Limits
 from hap.search.planner import Search
 from hap.search.problem import Problem
 from hap.search.recompute import after_steps, or_repeating, steps_of
 from tests.search.models import cluster
 from tests.search.test_blocks import LAYERS, tower
+from tests.search.test_keeping import model as keeping
 
 
 @cache
@@ -170,3 +171,19 @@ def test_it_is_said_in_words() -> None:
         assert "omputed again in the backward pass instead of being kept: " in text and said in text
         assert "otherwise " in text
     assert "again in the backward" not in summarize(on_one(needed()))
+
+
+def test_where_parameters_are_gathered_twice_it_is_asked_whether_repeating_makes_room_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what fits of both is taken."""
+    monkeypatch.setattr(planner, "SMALL", 0)
+    devices = cluster(*[(10, "124MB")] * 4, network="1GB/s")
+    search = Search(Problem.state(keeping(), devices, "adamw", Pins()), LIMITS["quick"])
+    best = search.glance()
+    assert best is not None and best.fits and best.regather
+    again = recompute._repeating(search)
+    assert again is not None
+    first = recompute._first(again, best)
+    assert {met.regather for met in again.met} == {True, False}
+    assert first is not None and first.cost == min(met.cost for met in again.met if met.fits)

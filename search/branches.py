@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from ortools.math_opt import parameters_pb2, solution_pb2
 
 from hap.fabric import Array
-from hap.search.protos import DUAL, OFF, KeptSolver, Solution, seeded, until
+from hap.search.protos import KeptSolver, Solution, dual_steps, until
 
 Decision = NDArray[np.int64]  # the variables of which exactly one is 1
 INTEGRAL = 1e-6  # a value this close to 0 or 1 is 0 or 1
@@ -48,8 +48,8 @@ DIVE = 50  # relaxations
 STEPS = 200  # of the simplex method: about what a relaxation takes
 PATIENCE = 400  # steps of a half, before it is put off
 NO_POINT = 0.1  # of a part's bound: a half without a point is taken to rise by so much, or to the best point
-RELAXED = seeded(lp_algorithm=DUAL, presolve=OFF)  # presolve would take longer than most solutions, and hide the basis
-BEGUN = seeded(lp_algorithm=DUAL, presolve=OFF, iteration_limit=PATIENCE)
+RELAXED = dual_steps()  # presolve would take longer than most solutions, and hide the basis
+BEGUN = dual_steps(iteration_limit=PATIENCE)
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def choose(
         rows, most = _device_rows(found, barriers, limited)
         proto = _priced(skeleton, rows, most, _objective_ms(found, barriers))
         proto.variables.upper_bounds[:] = upper.tolist()
-        start = None if unlimited is None else skeleton.kept.solver.basis
+        start = None if unlimited is None else skeleton.kept.basis
         below = below_s * MS if limited else np.inf
         solved = _solved(skeleton, proto, _stakes(rows, most), start, gap, nodes, below, check)
         if solved is None:

@@ -53,6 +53,12 @@ def branching(gap: float, nodes: int) -> parameters_pb2.SolveParametersProto:
     return seeded(relative_gap_tolerance=gap, node_limit=nodes, highs=highs)
 
 
+def dual_steps(**options: object) -> parameters_pb2.SolveParametersProto:
+    found = seeded(lp_algorithm=DUAL, presolve=OFF, **options)
+    found.glop.dual_price_prioritize_norm = True
+    return found
+
+
 def until(parameters: parameters_pb2.SolveParametersProto, limit: float) -> parameters_pb2.SolveParametersProto:
     """The same for GLOP's dual steps, each of which raises what is proved: no further than to the proof that every
     point costs more than ``limit``."""

@@ -1,10 +1,12 @@
 """The program of strategies as a linear program, solved again and again from its last optimum.
 
 With barriers and while memory does not bind, sizes change the objective of ``milp`` alone. Its linear relaxation is
-nearly always integral (feasibility.md section 5), and then its optimum is the program's. So it is kept in a simplex
-solver (GLOP): the first solution is found from nothing, every later one from the basis of the one before, of the last
-one with the same options forced if there is one. The dual simplex does both, without presolve, which would take longer
-than most solutions and hide the basis: half the seconds of primal steps from the last optimum.
+nearly always integral (feasibility.md section 5), and then its optimum is the program's. So it is kept in simplex
+solvers (GLOP): the first solution is found from nothing, every later one from the basis of the one whose objective was
+most like it, whatever its scale. The dual simplex does both, without presolve, which would take longer than most
+solutions and hide the basis: half the seconds of primal steps from the last optimum. Before its first step it weighs
+all rows of a basis, which takes as long as many steps do, unless the solver is there already and only bounds have
+changed. So every objective has a solver of its own, as long as these have not too many variables together.
 
 Where only points below some cost are asked for, the dual steps, which raise what is proved, end once that is more.
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from ortools.math_opt import model_pb2, parameters_pb2, solution_pb2
@@ -37,7 +40,32 @@ from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
 WORK = 4_000_000_000  # squared variables times relaxations of one program, before what is left is given to HiGHS
 LARGE = 100  # relaxations that come to more than that: what was left to HiGHS took it minutes where memory is full
 MOST = 300  # relaxations of a large one
+KEPT = 150_000  # variables of all solvers of a program
+TINY = 1e-12  # of an objective: nothing costs anything
 NEAR = 1e-4  # of its objective, for each relaxation that was solved: near enough to the bound
+
+
+class Ended(NamedTuple):
+    """The basis of an optimum, and what it was for: objective (V,) and upper bounds (V,)."""
+
+    cost: Array
+    upper: Array
+    basis: solution_pb2.BasisProto
+
+    def is_unlike(self, cost: Array, upper: Array) -> tuple[float, int]:
+        """How much another objective is unlike this one, whatever its scale, and how many of its bounds."""
+        scale = float((self.cost * cost).sum()) / max(float((self.cost * self.cost).sum()), TINY)
+        return float(np.abs(cost - scale * self.cost).sum()), int((upper != self.upper).sum())
+
+
+class Answer(NamedTuple):
+    """What was found; if that is nothing, whether there is proved to be none, or it was given up; and the basis of the
+    relaxation's optimum."""
+
+    found: Solution | None
+    is_empty: bool
+    is_given_up: bool
+    basis: solution_pb2.BasisProto | None
 
 
 class WarmProgram:
@@ -55,16 +83,16 @@ class WarmProgram:
         self.proto, self.decisions, self.stakes, self.check = proto, decisions, stakes, check
         self.integers = np.array(proto.variables.integers, dtype=bool)
         assert not decisions or (np.sort(np.concatenate(decisions)) == np.flatnonzero(self.integers)).all()
-        relaxed = model_pb2.ModelProto()
-        relaxed.CopyFrom(proto)
-        relaxed.variables.integers[:] = [False] * len(self.integers)
-        self.solver = KeptSolver(relaxed)
+        self.relaxed = model_pb2.ModelProto()
+        self.relaxed.CopyFrom(proto)
+        self.relaxed.variables.integers[:] = [False] * len(self.integers)
         self.lower, self.upper = np.array(proto.variables.lower_bounds), np.array(proto.variables.upper_bounds)
         self.is_empty = False  # whether what was asked last is proved to have no point
         self.is_given_up = False  # whether none was met in time, and no more is to be asked
-        self._bases: dict[bytes, solution_pb2.BasisProto] = {}  # of the last optimum for each upper bounds
-        self._asked: tuple[bytes, bytes, float, int, float] | None = None  # last
-        self._found: Solution | None = None
+        self.basis: solution_pb2.BasisProto | None = None  # of the relaxation's optimum
+        self._solvers: list[KeptSolver] = []  # the one that was asked last is the last
+        self._ended: list[Ended] = []
+        self._known: dict[tuple[bytes, bytes, float, int, float], Answer] = {}
 
     def solve(
         self,
@@ -77,26 +105,30 @@ class WarmProgram:
         below: float = np.inf,
     ) -> Solution | None:
         """The optimum for an objective (V,) and upper bounds (V,), those of the program if there are no others. None
-        where there is none, or none that is found in this way. ``start``: a basis to begin from, else that of the last
-        optimum for these upper bounds, if there was one; ``gap``: relative; ``nodes``: of branch and bound, at most;
-        ``below``: points that cost as much or more are none. Asked for the same again, nothing is solved."""
+        where there is none, or none that is found in this way. ``start``: a basis to begin from, if it is not to be
+        chosen here; ``gap``: relative; ``nodes``: of branch and bound, at most; ``below``: points that cost as much or
+        more are none. Asked for the same again, nothing is solved."""
         upper = self.upper if upper is None else upper
         asked = cost.tobytes(), upper.tobytes(), gap, nodes, below
-        if asked != self._asked:
-            self._asked, self._found = asked, self._solve(cost, upper, start, gap, nodes, below)
-        return self._found
+        if asked not in self._known:
+            found = self._solve(cost, upper, start, gap, nodes, below)
+            self._known[asked] = Answer(found, self.is_empty, self.is_given_up, self.basis)
+        found, self.is_empty, self.is_given_up, self.basis = self._known[asked]
+        return found
 
     def _solve(
         self, cost: Array, upper: Array, start: solution_pb2.BasisProto | None, gap: float, nodes: int, below: float
     ) -> Solution | None:
-        self.solver.limit(upper)
-        self.solver.minimise(cost)
+        solver, is_there = self._solver(cost)
+        solver.limit(upper)
+        solver.minimise(cost)
         limit = below + INTEGRAL * abs(below)  # where there is no point, the steps would go on to the end
-        start = self._bases.get(upper.tobytes()) if start is None else start
-        relaxed = self.solver.solve(until(RELAXED, limit), reduced=True, start=start)
-        if self.solver.basis is not None:
-            self._bases[upper.tobytes()] = self.solver.basis
-        self.is_empty, self.is_given_up = self.solver.ended == "infeasible" or self._is_above(below), False
+        start = self._nearest(cost, upper) if start is None and not is_there else start
+        relaxed = solver.solve(until(RELAXED, limit), reduced=True, start=start)
+        self.basis = solver.basis
+        if self.basis is not None:
+            self._ended.append(Ended(cost, upper, self.basis))
+        self.is_empty, self.is_given_up = solver.ended == "infeasible" or self._is_above(below), False
         if relaxed is None or not relaxed.is_optimal:
             return None
         if relaxed.objective >= below:
@@ -127,9 +159,27 @@ class WarmProgram:
         best = min(rest, found, key=lambda point: point.objective)
         return best._replace(bound=min(max(rest.bound, bound), best.objective), status=rest.status)
 
+    def _solver(self, cost: Array) -> tuple[KeptSolver, bool]:
+        """The solver for this objective, and whether it ended at an optimum for it; if there is none, another one, or
+        if these are enough the one that was asked longest ago."""
+        there = [s for s in self._solvers if s.basis is not None and np.array_equal(s.cost, cost)]
+        if there:
+            self._solvers.remove(there[0])
+        full = (len(self._solvers) + 1) * len(self.upper) > KEPT
+        found = there[0] if there else self._solvers.pop(0) if full and self._solvers else KeptSolver(self.relaxed)
+        self._solvers.append(found)
+        return found, bool(there)
+
+    def _nearest(self, cost: Array, upper: Array) -> solution_pb2.BasisProto | None:
+        """The basis of the optimum for the most alike objective, of equal ones for the most alike upper bounds, of
+        these the last. None if there was none."""
+        found = min(reversed(self._ended), key=lambda ended: ended.is_unlike(cost, upper), default=None)
+        return None if found is None else found.basis
+
     def _is_above(self, below: float) -> bool:
         """Whether the solver ended early, as it had proved that every point costs so much."""
-        return self.solver.ended == "no_solution_found" and self.solver.proved >= below
+        solver = self._solvers[-1]
+        return solver.ended == "no_solution_found" and solver.proved >= below
 
     @property
     def _is_large(self) -> bool:
@@ -142,8 +192,8 @@ class WarmProgram:
             return None, relaxed.objective
         assert self.stakes is not None
         most, near = (MOST, NEAR) if self._is_large else (WORK // len(upper) ** 2, 0.0)
-        tree = Branches(self.solver, self.decisions, self.stakes, most, below, near, self.check)
-        tree.search(Part(upper, relaxed.objective, relaxed, self.solver.basis))
+        tree = Branches(self._solvers[-1], self.decisions, self.stakes, most, below, near, self.check)
+        tree.search(Part(upper, relaxed.objective, relaxed, self.basis))
         self.is_empty = tree.best is None and tree.bound >= below
         return tree.best, tree.bound
 

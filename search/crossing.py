@@ -33,10 +33,12 @@ other: so c r[l] >= m m, and c r[k] >= m (1 - m + d).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hap.cost_models.collective import candidates, collective_coefficients
 from hap.fabric import Array
@@ -131,16 +133,24 @@ def seconds_apart(ports: Sequence[Port]) -> tuple[float, float]:
     c = np.append(np.geomspace(LEAST / max(most, total / 4), 1 / rate.min(), GRID_C), np.inf)
     corners = np.linspace(1 / hosts, 1.0, GRID_M + 1)
     low, high = corners[:-1], corners[1:]
-    for first, last in zip(c[:-1].tolist(), c[1:].tolist(), strict=True):
+
+    def allowed(last: float) -> NDArray[np.bool_]:
+        """Of every m, and at no lesser c of what is not."""
         few = _root(last * rate)
         by_many = np.minimum(high[:, None], few) @ alike >= 1
-        by_one = ((1 - few <= high[:, None]) & (few @ alike - few >= 1 - high[:, None])).any(axis=1)
+        by_one = (1 - few <= high[:, None]) & (few @ alike - few >= 1 - high[:, None])
+        return cast(NDArray[np.bool_], by_many | by_one.any(axis=1))
+
+    begin = bisect_left(c[1:].tolist(), True, key=lambda last: bool(allowed(last).any()))
+    for first, last in zip(c[begin:-1].tolist(), c[begin + 1 :].tolist(), strict=True):
+        if (first - beside_s) / (1 - 1 / hosts) >= found:  # d is at most one, and m no less than 1 / H
+            break
         d = np.zeros_like(low)
         for here, there in ((most, second), (second, most)):  # l's and k's
             more = np.minimum(last * there, last * total) / low - 1 + high
             d = np.where(last * here < low * low, d, np.maximum(d, more))
         d = np.minimum(d, np.minimum(high, hosts * high - 1))
-        found = min(found, float(((first - beside_s * d) / (1 - low))[by_many | by_one].min(initial=np.inf)))
+        found = min(found, float(((first - beside_s * d) / (1 - low))[allowed(last)].min(initial=np.inf)))
     few = _root(c[0] * rate)  # below that c one host has nearly all, and roots are no more of c than here
     assert few @ alike < 0.1, "not all can be little"
     nearly_all = max(min(own, float(few @ alike) - own) for own in few.tolist())

@@ -9,8 +9,8 @@ from hap.placement import Placement, Shard
 from hap.plan import Strategy
 from hap.search.cases import find_main, find_shared
 from hap.search.classes import find_colours
+from hap.search.flows import RADIUS, Flows, Paid
 from hap.search.prices import Facts
-from hap.search.relaxation import RADIUS
 
 SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
 
@@ -67,6 +67,35 @@ class _Lying(dict[tuple[Placement | None, str], Placement | None]):
     def strategy(self, option: Strategy, where: str) -> Strategy:
         inputs = tuple(p for p in (self[p, where] for p in option.inputs) if p is not None)
         return Strategy(inputs, tuple(self[p, where] for p in option.outputs))
+
+
+class DoubledFlows(Flows):
+    """A group does not move: what is spread stays so, and what is together."""
+
+    def is_converted(self, source: Placement | None, target: Placement) -> bool:
+        if isinstance(source, Shard) and isinstance(target, Shard):
+            (g, here), (h, there) = (taken_apart(p) for p in (source, target))
+            if g == h and here != there:
+                return False
+        return super().is_converted(source, target)
+
+    def price_of(self, paid: Paid) -> object:
+        return super().price_of(paid), crosses(paid.source, paid.target)
+
+
+def crosses(source: Placement, target: Placement) -> bool:
+    """Whether what one group deals out goes to another one that lies elsewhere, and not range by range."""
+    if not isinstance(source, Shard) or not isinstance(target, Shard) or same_ranges(source, target):
+        return False
+    (g, here), (h, there) = (taken_apart(p) for p in (source, target))
+    return g != h and SPREAD in (here, there)
+
+
+def same_ranges(source: Placement | None, target: Placement | None) -> bool:
+    """Whether both cut the same dim into ranges: then what goes from one to the other may hardly leave its rank."""
+    if not isinstance(source, Shard) or not isinstance(target, Shard):
+        return False
+    return source.dim == target.dim and source.outer == target.outer
 
 
 def taken_apart(placement: Shard) -> tuple[str, str]:

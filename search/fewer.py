@@ -273,6 +273,8 @@ class Tried:
         found = search.glance()
         if found is None or not found.fits:
             return False
+        if not self.glances and self.is_raised and self.beside is not None and self.beside.is_apart:
+            self.beside.ask("begin", found.cost[1])
         self.glances[number] = found
         look = search.look(found)
         if look is not None:

@@ -22,6 +22,7 @@ from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF, Cases
 from hap.search.found import Found
 from hap.search.masses import Masses
+from hap.search.prices import Facts
 from hap.search.relaxation import lower_bound, relaxation
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class LeastBound:
 
     def __init__(self, searches: Sequence[Search], kinds: int | None = None, second: Beside | None = None) -> None:
         self.searches, self.kinds, self.second, self._masses = searches, kinds, second, Masses()
+        self._bound: list[Facts] = []  # of which the relaxation is solved
         self._known: dict[int, float] = {}
         self._by_masses: dict[int, float] = {}
         self._enough: dict[int, float] = {}  # of which no more was asked for
@@ -62,7 +64,9 @@ class LeastBound:
     def bound_s(self, number: int) -> float:
         """Of one of them, by the relaxation."""
         if number not in self._known:
-            self._known[number] = lower_bound(self.searches[number].problem.facts).seconds
+            facts = self.searches[number].problem.facts
+            self._known[number] = lower_bound(facts, self._bound).seconds
+            self._bound.append(facts)
         return self._known[number]
 
     def learn(self, number: int, bound_s: float) -> None:
@@ -77,6 +81,13 @@ class LeastBound:
         """What the plans of one of them take at least as they are run; None where that is not known."""
         facts = self.searches[number].problem.facts
         return as_run_bound_s(facts) if facts.batches.count == 1 and facts.cluster.world_size > 1 else None
+
+    def begin(self, step_s: float) -> None:
+        """What a bound of a plan with about this step will probably be raised by first is made ready."""
+        counted = range(len(self.searches))[: self.kinds]
+        least, known_s = self._least({n: self._known.get(n, self.searches[n].floor_s) for n in counted})
+        if known_s < LOOSE * step_s and _can_be_raised(self.searches[least]):
+            self._masses.begin(self.searches[least].problem.facts)
 
     def raised_s(self, aim: Aim) -> float:
         """Below all plans of the searches, raised as long as it is far below this plan's step."""

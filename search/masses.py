@@ -47,13 +47,26 @@ from hap.search.classes import Read
 from hap.search.companions import Companion, find_companions
 from hap.search.copies import with_copies
 from hap.search.crossing import find_parts, find_ports, seconds_apart
-from hap.search.doubled import ANYWHERE, SPREAD, TOGETHER, Doubled, Renamed, ends_of, taken_apart
+from hap.search.doubled import (
+    ANYWHERE,
+    SPREAD,
+    TOGETHER,
+    Doubled,
+    DoubledFlows,
+    Renamed,
+    crosses,
+    ends_of,
+    same_ranges,
+    taken_apart,
+)
+from hap.search.flows import Transport
 from hap.search.milp import MS
 from hap.search.prices import Facts
-from hap.search.protos import seeded, until
-from hap.search.relaxation import SAFETY, Relaxation, Transport
+from hap.search.protos import DUAL, OFF, seeded, until
+from hap.search.relaxation import SAFETY, Relaxation
 
 ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
+DUAL_STEPS = seeded(lp_algorithm=DUAL, presolve=OFF)  # norms first: a fifth more steps from such a basis
 PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
 
 
@@ -66,21 +79,29 @@ class Masses:
     def __init__(self) -> None:
         self._ended: solution_pb2.BasisProto | None = None
         self._shape = (0, 0)  # of that program: variables, rows
+        self._begun: tuple[Facts, _Program, solution_pb2.BasisProto | None] | None = None
+
+    def begin(self, facts: Facts) -> None:
+        """What will be asked about first may be written out sooner; what is found is the same."""
+        if self._ended is None and self._begun is None and (program := _Program.of(facts)) is not None:
+            self._begun = facts, program, program.all_together()
 
     def bound_s(self, facts: Facts, known_s: float, enough_s: float = np.inf) -> float:
         """Seconds that every plan takes at least: ``known_s``, which is proved, or more; of more than ``enough_s`` no
         more is proved."""
         assert facts.batches.count == 1, "every conversion is priced whole"
-        rate = _rate(facts) if facts.cluster.world_size > 1 else None
-        if rate is None or _strongest(facts) > ALONE:
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[0] is facts:
+            _, program, start = begun
+        elif (found := _Program.of(facts)) is None:
             return known_s
-        program = _Program(facts, *rate)
-        shape = len(program.cost), len(program.row_names)
-        start = self._ended if shape == self._shape else program.all_together()
+        else:
+            program = found
+            start = self._ended if program.shape == self._shape else program.all_together()
         limit = enough_s * MS * (1 + 2 * SAFETY)
-        solved = program.solver.solve(until(program.solving, limit), start=start)
+        solved = program.solver.solve(until(DUAL_STEPS, limit), start=start)
         if solved is not None and solved.is_optimal:
-            self._ended, self._shape = program.solver.basis, shape
+            self._ended, self._shape = program.solver.basis, program.shape
             return max(known_s, solved.bound / MS * (1 - SAFETY))
         is_enough = program.solver.ended == "no_solution_found" and program.solver.proved >= limit
         return max(known_s, program.solver.proved / MS * (1 - SAFETY)) if is_enough else known_s
@@ -110,13 +131,19 @@ def _strongest(facts: Facts) -> float:
 class _Program(Relaxation):
     """See the module docstring."""
 
+    @classmethod
+    def of(cls, facts: Facts) -> _Program | None:
+        """None where nothing is gained, or ways are shared."""
+        rate = _rate(facts) if facts.cluster.world_size > 1 else None
+        return None if rate is None or _strongest(facts) > ALONE else cls(facts, *rate)
+
     def __init__(self, facts: Facts, hosts: int, apart_s: float, beside_s: float) -> None:
         self.hosts, self.apart_s, self.beside_s = hosts, apart_s, beside_s
         self.doubled = doubled = Doubled.of(facts)
         self.where = doubled.where
         other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here={})
         other.__dict__.update(colours=doubled.colours, calls=facts.calls)
-        super().__init__(other, weighted_bound(facts)[1], crowded=False)
+        super().__init__(other, weighted_bound(facts)[1], DoubledFlows.of(other, crowded=False))
         on_host = Counter(d.host for d in facts.cluster.devices)
         kinds = {}
         for d in facts.cluster.devices:
@@ -135,7 +162,7 @@ class _Program(Relaxation):
         self.solver.solve(PRIMAL)
         self.solver.limit(free)
         basis = self.solver.basis
-        return None if basis is None else with_copies(basis, copies, rows, self.entries)
+        return None if basis is None else with_copies(basis, copies, rows, self.flows.entries)
 
     def _twins(self) -> tuple[dict[int, int], dict[int, int], set[int]]:
         """Variables and rows of which a spread group is a part -> those of the same group together; and what goes
@@ -154,11 +181,11 @@ class _Program(Relaxation):
                         between.add(flow)
                     else:
                         copies[flow] = one.flows[source, target]
-        for flow, (converted, row) in self.shared.items():
+        for flow, (converted, row) in self.flows.shared.items():
             if flow in between:
                 between.add(converted)
             elif flow in copies:
-                copies[converted], rows[row] = self.shared[copies[flow]]
+                copies[converted], rows[row] = self.flows.shared[copies[flow]]
         return copies, rows, between
 
     def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
@@ -166,20 +193,8 @@ class _Program(Relaxation):
         kind = collective_kind(source, target)
         if kind == "slice":
             return 0.0
-        seconds = self.least.seconds(kind, nbytes)
-        if isinstance(source, Shard) and isinstance(target, Shard):
-            (g, here), (h, there) = (taken_apart(p) for p in (source, target))
-            if not _same_ranges(source, target) and g != h and SPREAD in (here, there):
-                seconds += nbytes * (1 - 1 / self.hosts) * self.apart_s
-        return seconds
-
-    def is_converted(self, source: Placement | None, target: Placement) -> bool:
-        """A group does not move."""
-        if isinstance(source, Shard) and isinstance(target, Shard):
-            (g, here), (h, there) = (taken_apart(p) for p in (source, target))
-            if g == h and here != there:
-                return False
-        return super().is_converted(source, target)
+        crossing_s = nbytes * (1 - 1 / self.hosts) * self.apart_s if crosses(source, target) else 0.0
+        return self.least.seconds(kind, nbytes) + crossing_s
 
     # -- compute -----------------------------------------------------------------------------------------------------
 
@@ -368,8 +383,8 @@ def _apart(
             yield [f for f, _ in others], None, False
         elif one.is_sibling and _lying(source) == lies:
             same = [f for f, q in mine if q == source]
-            yield [f for f, q in others if _same_ranges(source, q)], same, False
-            yield [f for f, q in others if not _same_ranges(source, q)], same, True
+            yield [f for f, q in others if same_ranges(source, q)], same, False
+            yield [f for f, q in others if not same_ranges(source, q)], same, True
         elif not one.is_sibling and _lying(source)[1] != ANYWHERE and _lying(source)[0] != lies[0]:
             turned = [f for f, q in mine if _lying(q) == lies]
             yield [f for f, q in others if q == source], turned, False
@@ -378,10 +393,3 @@ def _apart(
 def _lying(placement: Placement | None) -> tuple[str, str]:
     """The group, and where its mass lies; "" and anywhere if it is dealt out by none."""
     return taken_apart(placement) if isinstance(placement, Shard) else ("", ANYWHERE)
-
-
-def _same_ranges(source: Placement | None, target: Placement | None) -> bool:
-    """Whether both cut the same dim into ranges: then what goes from one to the other may hardly leave its rank."""
-    if not isinstance(source, Shard) or not isinstance(target, Shard):
-        return False
-    return source.dim == target.dim and source.outer == target.outer

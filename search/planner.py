@@ -30,6 +30,7 @@ from hap.search.assemble import assemble_plan
 from hap.search.bound import weighted_bound
 from hap.search.fewer import Planned, Tried, plan_nested
 from hap.search.found import Found, best_of
+from hap.search.gathers import or_gathered
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look
 from hap.search.keeping import or_keeping
@@ -178,7 +179,7 @@ def _plan_whole(tried: Tried, number: int) -> None:
             best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
     tried.foresee(number, best)
-    for move in (or_repeating, or_onward, or_mixed, or_keeping, or_apart, or_postponed):
+    for move in (or_repeating, or_onward, or_gathered, or_mixed, or_keeping, or_apart, or_postponed):
         search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
         best, overlapped_s = move(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)
@@ -228,7 +229,9 @@ class Search:
         too large to be played."""
         if len(self.problem.choices.graph.nodes) > self.limits.played:
             return None
-        return first_look(self.chooser, found)
+        looked, seconds = or_gathered(self, *first_look(self.chooser, found))
+        assert seconds is not None
+        return looked, seconds
 
     def look_closer_s(self, found: Found, seconds: float) -> float:
         """The step as run, ``seconds`` so far, once what is changed last is changed in ``found``, too: mostly near what

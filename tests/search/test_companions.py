@@ -75,7 +75,7 @@ def of_step_s(found: Choices, devices: ClusterSpec, strategies: Mapping[str, Str
         for variable, lies in zip(program.x[kind], program.where[names[0]], strict=True):
             part = taken[lies] / len(names)
             program._row("taken", part, part, [(variable, 1.0)])
-    solved = program.solver.solve(program.solving)
+    solved = program.solver.solve(masses.DUAL_STEPS)
     assert solved is not None and solved.is_optimal
     return solved.bound / MS
 

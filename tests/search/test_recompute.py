@@ -178,7 +178,7 @@ def test_where_parameters_are_gathered_twice_it_is_asked_whether_repeating_makes
 ) -> None:
     """And what fits of both is taken."""
     monkeypatch.setattr(planner, "SMALL", 0)
-    devices = cluster(*[(10, "124MB")] * 4, network="1GB/s")
+    devices = cluster((10, "181MB"), (20, "181MB"), (20, "181MB"), network="1GB/s")
     search = Search(Problem.state(keeping(), devices, "adamw", Pins()), LIMITS["quick"])
     best = search.glance()
     assert best is not None and best.fits and best.regather

@@ -10,10 +10,10 @@ from ortools.math_opt import model_pb2
 from hap.fabric import Array
 from hap.placement import GroupSizes
 from hap.search.branches import RELAXED
-from hap.search.milp import choose
+from hap.search.milp import Choice, choose
 from hap.search.pins import Pins
 from hap.search.problem import Problem
-from hap.search.protos import fill_matrix
+from hap.search.protos import KeptSolver, Solution, fill_matrix
 from hap.search.rounding import round_shares
 from hap.search.tables import Prices
 from hap.search.warm import WarmProgram
@@ -157,16 +157,64 @@ def test_the_objective_changes_and_the_optimum_with_it() -> None:
         assert point.values.tolist() == pytest.approx(taken)
 
 
-def test_a_program_begins_where_it_ended_last_with_the_same_options_forced() -> None:
-    """Costs are the same, options are forced and freed again: where it ended last is the best point still."""
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the simplex method, of one solution after another."""
+    found: list[int] = []
+    solve = KeptSolver.solve
+
+    def watched(self: KeptSolver, *given: object, **options: object) -> Solution | None:
+        solved = solve(self, *given, **options)  # type: ignore[arg-type]
+        found.append(self.steps)
+        return solved
+
+    monkeypatch.setattr(KeptSolver, "solve", watched)
+    return found
+
+
+def test_what_was_asked_before_is_known(steps: list[int]) -> None:
+    """Costs are the same, options are forced and freed again."""
     problem = Problem.state(mlp(16, 16, 3), cluster((1, "1GB"), (4, "1GB")), "adamw", Pins())
     tables, first = problem.tables(False), problem.classes.of[problem.choices.graph.sources("parameter")[0].name]
-    prices = Prices(tables, problem.round({}, (0.2, 0.8), (0.2, 0.8)), np.full(2, 1e9))
-    steps = []
+    prices, found = Prices(tables, problem.round({}, (0.2, 0.8), (0.2, 0.8)), np.full(2, 1e9)), list[Choice | None]()
     for forced in (None, {first: (0,)}, {first: (1,)}, None, {first: (0,)}):
-        assert choose(tables.skeleton, prices, forced=forced, barriers=True, warm=True) is not None
-        steps.append(tables.skeleton.kept.solver.steps)
-    assert steps[2] > 0 and steps[3:] == [0, 0]
+        found.append(choose(tables.skeleton, prices, forced=forced, barriers=True, warm=True))
+    assert None not in found and len(steps) == 3 and steps[2] > 0
+    assert found[3:] == found[:2]
+
+
+def test_it_begins_at_the_most_alike_objective_whatever_its_scale(steps: list[int]) -> None:
+    """And a solver that is there already, of whose program only bounds change, is asked first."""
+    rng = np.random.default_rng(1)
+    one, other = (rng.integers(1, 30, 40).astype(np.float64) for _ in range(2))
+    held = rng.integers(0, 9, (3, 40)).astype(np.float64)
+    asked = covering(one, held, 0.4 * held.sum(axis=1))
+    asked.variables.integers[:] = [False] * 40
+    warm = WarmProgram(asked)
+    for cost in (one, other, 3.0 * one):
+        assert warm.solve(cost) is not None
+    assert steps[0] > 0 and steps[1] > 0 and steps[2] == 0
+    assert warm._nearest(2.0 * other, warm.upper) is warm._ended[1].basis
+    solvers = warm._solvers[:]
+    assert [s.cost.tolist() for s in solvers] == [one.tolist(), other.tolist(), (3.0 * one).tolist()]
+    limited = warm.upper.copy()
+    limited[np.flatnonzero(one == one.min())[:1]] = 0.0
+    assert warm.solve(other, limited) is not None
+    assert len(warm._solvers) == 3 and warm._solvers[-1] is solvers[1]
+
+
+def test_a_program_has_no_more_solvers_than_their_size_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was asked longest ago is asked for something else; the optimum is the same."""
+    monkeypatch.setattr("hap.search.warm.KEPT", 80)
+    rng = np.random.default_rng(2)
+    costs = [rng.integers(1, 30, 40).astype(np.float64) for _ in range(4)]
+    held = rng.integers(0, 9, (3, 40)).astype(np.float64)
+    asked = covering(costs[0], held, 0.4 * held.sum(axis=1))
+    warm = WarmProgram(asked)
+    for cost in costs:
+        found, alone = warm.solve(cost), WarmProgram(asked).solve(cost)
+        assert found is not None and alone is not None and found.objective == pytest.approx(alone.objective)
+    assert [s.cost.tolist() for s in warm._solvers] == [c.tolist() for c in costs[2:]]
 
 
 def test_above_what_no_point_may_cost_nothing_is_solved_to_the_end() -> None:
@@ -176,7 +224,7 @@ def test_above_what_no_point_may_cost_nothing_is_solved_to_the_end() -> None:
         rng = np.random.default_rng(seed)
         cost, held = rng.integers(1, 30, 12).astype(np.float64), rng.integers(0, 9, (3, 12)).astype(np.float64)
         asked = covering(cost, held, 0.43 * held.sum(axis=1))
-        relaxed = WarmProgram(asked).solver.solve(RELAXED)
+        relaxed = KeptSolver(WarmProgram(asked).relaxed).solve(RELAXED)
         free = WarmProgram(asked).solve(cost)
         assert relaxed is not None
         for part, is_empty in ((0.2, True), (0.999, True), (1.001, False), (10.0, False)):

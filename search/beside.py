@@ -8,6 +8,10 @@ about it must not wait.
 Where no process can be forked, or there is no second core for it, questions wait until an answer is needed; then all
 that were asked before it are answered first, in the same order. So the answers, which may depend on the questions
 before, are the same everywhere.
+
+One thing may be offered to it, to be done while nobody asks anything. If it has not begun when the answer is needed the
+offer is withdrawn, and who made it does it, with the same result. There is one token in a pipe between the two: who
+takes it does it.
 """
 
 from __future__ import annotations
@@ -27,15 +31,17 @@ from typing import Any
 from hap.errors import PlanError
 
 LOOK_S = 0.05  # between two looks at whether the search is to end, while an answer is waited for
+TOKEN = b"1"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A method of the worker and what it is called with."""
+    """A method of the worker and what it is called with. ``offered``: only if it has nothing else to do."""
 
     number: int
     method: str
     arguments: tuple[Any, ...]
+    offered: bool = False
 
 
 class Beside:
@@ -45,7 +51,9 @@ class Beside:
     def __init__(self, worker: object, *, apart: bool, check: Callable[[], None] = lambda: None) -> None:
         self.worker, self.check = worker, check
         self._asked: list[Question] = []
-        self._answers: list[Any] = []
+        self._answers: dict[int, Any] = {}  # by the number of the question
+        self._offer: Question | None = None
+        self._withdrawn = False
         self._pipe: Connection | None = None
         if apart and can_fork():
             self._fork()
@@ -58,7 +66,11 @@ class Beside:
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self._forked_by = os.getpid()
-        self._process = context.Process(target=_answer, args=(self.worker, theirs, self._pipe), daemon=True)
+        self._token, self._given = os.pipe()
+        os.set_blocking(self._token, False)
+        self._process = context.Process(
+            target=_answer, args=(self.worker, self._token, theirs, self._pipe), daemon=True
+        )
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             with warnings.catch_warnings():  # of threads, from Python 3.12 on: the worker calls none of torch's
@@ -70,20 +82,37 @@ class Beside:
 
     def ask(self, method: str, *arguments: Any) -> Question:
         """What ``answer`` is for. Arguments are pickled."""
-        question = Question(len(self._asked), method, arguments)
+        return self._send(Question(len(self._asked), method, arguments))
+
+    def offer(self, method: str, *arguments: Any) -> Question | None:
+        """What ``is_taken`` is for; None where nobody else could do it, or something was offered before."""
+        if self._pipe is None or self._offer is not None:
+            return None
+        os.write(self._given, TOKEN)
+        self._offer = self._send(Question(len(self._asked), method, arguments, offered=True))
+        return self._offer
+
+    def is_taken(self, offer: Question) -> bool:
+        """Whether it was begun, and is to be waited for; if not, it is withdrawn."""
+        if self._pipe is not None and offer.number not in self._answers and not self._withdrawn:
+            self._withdrawn = takes(self._token)
+        return not self._withdrawn and (self._pipe is not None or offer.number in self._answers)
+
+    def _send(self, question: Question) -> Question:
         self._asked.append(question)
         if self._pipe is not None:
-            self._pipe.send((method, arguments))
+            self._pipe.send(question)
         return question
 
     def answer(self, question: Question) -> Any:
         """To this question; what the worker raised is raised. PlanError if the other process has ended."""
-        while len(self._answers) <= question.number:
+        while question.number not in self._answers:
             if self._pipe is None:
-                asked = self._asked[len(self._answers)]
-                self._answers.append(_called(self.worker, asked.method, asked.arguments))
+                asked = next(q for q in self._asked if q.number not in self._answers and not q.offered)
+                self._answers[asked.number] = _called(self.worker, asked)
             else:
-                self._answers.append(self._received(self._pipe))
+                number, found = self._received(self._pipe)
+                self._answers[number] = found
         found = self._answers[question.number]
         if isinstance(found, Exception):
             raise found
@@ -91,7 +120,7 @@ class Beside:
 
     def answered(self, question: Question) -> Any:
         """The answer, if it has been received; otherwise None."""
-        return self._answers[question.number] if question.number < len(self._answers) else None
+        return self._answers.get(question.number)
 
     def _received(self, pipe: Connection) -> Any:
         while not pipe.poll(LOOK_S):
@@ -111,6 +140,8 @@ class Beside:
     def close(self) -> None:
         """The other process is ended. What is asked from now on is answered here."""
         if self._pipe is not None:
+            for end in (self._token, self._given):
+                os.close(end)
             self._pipe.close()
             self._pipe = None
             self._process.kill()
@@ -124,26 +155,37 @@ def can_fork() -> bool:
     return len(os.sched_getaffinity(0)) > 1
 
 
-def _called(worker: object, method: str, arguments: tuple[Any, ...]) -> Any:
+def _called(worker: object, question: Question) -> Any:
     """What the method returns, or raises."""
     try:
-        return getattr(worker, method)(*arguments)
+        return getattr(worker, question.method)(*question.arguments)
     except Exception as e:
         return e
 
 
-def _answer(worker: object, pipe: Connection, theirs: Connection) -> None:
+def _answer(worker: object, token: int, pipe: Connection, theirs: Connection) -> None:
     """The other process: until nobody asks any more. Ctrl-C is for the search."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     theirs.close()
-    questions: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
+    questions: SimpleQueue[Question | None] = SimpleQueue()
     threading.Thread(target=_take, args=(pipe, questions), daemon=True).start()
     while (asked := questions.get()) is not None:
-        pipe.send(_called(worker, *asked))
+        if asked.offered and not questions.empty():
+            questions.put(asked)  # behind what was asked
+        elif not asked.offered or takes(token):
+            pipe.send((asked.number, _called(worker, asked)))
 
 
-def _take(pipe: Connection, questions: SimpleQueue[tuple[str, tuple[Any, ...]] | None]) -> None:
+def takes(token: int) -> bool:
+    """Whether the token was in this pipe; then it no longer is."""
+    try:
+        return os.read(token, 1) == TOKEN
+    except BlockingIOError:
+        return False
+
+
+def _take(pipe: Connection, questions: SimpleQueue[Question | None]) -> None:
     """All that come, and at the end None."""
     try:
         while True:

@@ -31,7 +31,7 @@ every plan for all devices, for those without whole kinds, and for those that th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -42,6 +42,7 @@ from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF
+from hap.search.closer import Helper, Sent
 from hap.search.found import Found, best_of
 from hap.search.judge import LEANEST
 from hap.search.least_bound import MANY, MOST_NODES, Aim, LeastBound
@@ -88,6 +89,7 @@ class Tried:
     seen: dict[int, float] = field(default_factory=dict)
     looks: dict[int, Found] = field(default_factory=dict)
     closer: set[int] = field(default_factory=set)
+    offered: tuple[int, Question] | None = None  # a closer look, to the process beside
     planned: dict[int, Planned] = field(default_factory=dict)
     kinds: int = field(init=False)
     least_bound: LeastBound = field(init=False)
@@ -143,7 +145,7 @@ class Tried:
         nodes = len(self.searches[0].problem.choices.graph.nodes)
         if FEWEST_NODES <= nodes <= MOST_NODES and self.kinds >= MANY and self.is_raised:
             self.second = Beside(LeastBound(self.searches, self.kinds), apart=True)
-        self.least_bound = LeastBound(self.searches, self.kinds, self.second)
+        self.least_bound = Helper(self.searches, self.kinds, self.second)
         self.beside = Beside(self.least_bound, apart=nodes >= FEWEST_NODES, check=self.searches[0].progress.check)
         for number in (*range(1, self.kinds), 0):  # what is asked first in plan_nested is asked first here
             self._asked[number] = self.beside.ask("bound_s", number)
@@ -292,8 +294,29 @@ class Tried:
         if max(self.compute_s(number), AT_BEST * self.looks_s(number)) >= than_s:
             return False
         self.closer.add(number)
-        self.seen[number] = self.searches[number].look_closer_s(self.looks[number], self.seen[number])
+        self.seen[number] = self._closer_s(number)
         return self.least_s(number) < than_s
+
+    def _closer_s(self, number: int) -> float:
+        offered, question = self.offered or (-1, None)
+        if offered == number and question is not None and self.beside is not None and self.beside.is_taken(question):
+            found: float = self.beside.answer(question)
+            return found
+        return self.searches[number].look_closer_s(self.looks[number], self.seen[number])
+
+    def offer_closer(self, numbers: Sequence[int], than_s: float) -> None:
+        """A closer look at the first of these clusters of which it will decide, if the plan that is made meanwhile is
+        as short as can be expected; to whoever has time for it."""
+        beside = self.beside
+        if beside is None or self.is_quick:
+            return
+        for number in numbers:
+            is_open = number in self.seen and number not in self.closer and self.least_s(number) >= LIKELY * than_s
+            if is_open and max(self.compute_s(number), AT_BEST * self.looks_s(number)) < LIKELY * than_s:
+                sent = Sent.of(self.searches[number].problem, self.looks[number])
+                question = beside.offer("closer_s", number, sent, self.seen[number])
+                self.offered = None if question is None else (number, question)
+                return
 
     def near(self, number: int) -> list[int]:
         """The next smaller cluster and the next larger one, where hosts alone are missing there."""
@@ -359,10 +382,15 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     why: InfeasibleError | None = None
     unfit.sort(key=lambda n: (tried.searches[n].bound_s, n))
     promising.sort(key=lambda n: (tried.looks_s(n), n))
-    for number in [*unfit, *promising]:  # a glance tells least of the unfit, and what they come to may rule out others
+    every = [*unfit, *promising]
+    for place, number in enumerate(
+        every
+    ):  # a glance tells least of the unfit, and what they come to may rule out others
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
         if not tried.may_take_less(number, min(others, default=np.inf)):
             continue
+        if number in tried.seen:
+            tried.offer_closer(every[place + 1 :], tried.looks_s(number))
         refused = _plan(tried, plan, number)
         why = why or refused
     if not tried.planned:

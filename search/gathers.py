@@ -33,13 +33,19 @@ def or_gathered(search: Search, best: Found, overlapped_s: float | None) -> tupl
     """``best``, or if it is shorter as run, the same with parameters gathered elsewhere."""
     if overlapped_s is None or not search.limits.mixtures:
         return best, overlapped_s
+    found, found_s = all_gathered(search, best, overlapped_s)
     kinds = _kinds(search.problem, best)
-    found, found_s = best, overlapped_s
-    for sooner in (True, False):
-        found, found_s = _shorter(search, best, found, found_s, kinds, sooner)
     for kind in kinds[:KINDS] if len(kinds) > 1 else ():
         for sooner in (True, False):
             found, found_s = _shorter(search, found, found, found_s, [kind], sooner)
+    return found, found_s
+
+
+def all_gathered(search: Search, best: Found, overlapped_s: float) -> tuple[Found, float]:
+    """``best``, or if it is shorter as run, the same with all that can be gathered sooner, or later."""
+    kinds, found, found_s = _kinds(search.problem, best), best, overlapped_s
+    for sooner in (True, False):
+        found, found_s = _shorter(search, best, found, found_s, kinds, sooner)
     return found, found_s
 
 

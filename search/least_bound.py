@@ -83,10 +83,11 @@ class LeastBound:
         return as_run_bound_s(facts) if facts.batches.count == 1 and facts.cluster.world_size > 1 else None
 
     def begin(self, step_s: float) -> None:
-        """What a bound of a plan with about this step will probably be raised by first is made ready."""
+        """What bounds will be raised by first is made ready, if they are so far below this step that they still will
+        be below a shorter one."""
         counted = range(len(self.searches))[: self.kinds]
         least, known_s = self._least({n: self._known.get(n, self.searches[n].floor_s) for n in counted})
-        if known_s < LOOSE * step_s and _can_be_raised(self.searches[least]):
+        if known_s < FAR * step_s and _can_be_raised(self.searches[least]):
             self._masses.begin(self.searches[least].problem.facts)
 
     def raised_s(self, aim: Aim) -> float:

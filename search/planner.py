@@ -30,7 +30,7 @@ from hap.search.assemble import assemble_plan
 from hap.search.bound import weighted_bound
 from hap.search.fewer import Planned, Tried, plan_nested
 from hap.search.found import Found, best_of
-from hap.search.gathers import or_gathered
+from hap.search.gathers import all_gathered, or_gathered
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look
 from hap.search.keeping import or_keeping
@@ -229,9 +229,7 @@ class Search:
         too large to be played."""
         if len(self.problem.choices.graph.nodes) > self.limits.played:
             return None
-        looked, seconds = or_gathered(self, *first_look(self.chooser, found))
-        assert seconds is not None
-        return looked, seconds
+        return all_gathered(self, *first_look(self.chooser, found))
 
     def look_closer_s(self, found: Found, seconds: float) -> float:
         """The step as run, ``seconds`` so far, once what is changed last is changed in ``found``, too: mostly near what

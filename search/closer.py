@@ -1,0 +1,46 @@
+"""A closer look at what a glance found, in the process that works beside the search where that has time.
+
+A plan is sent without its strategies, which are known there: what is found of one plan is remembered by which of the
+candidates it takes, and a copy of a strategy is none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from hap.plan import Strategy
+from hap.search.found import Found
+from hap.search.least_bound import LeastBound
+from hap.search.problem import Problem
+from hap.search.progress import Progress
+
+
+class Sent(NamedTuple):
+    """``found`` without its strategies, and which of the candidates they are, in the order of the graph's nodes."""
+
+    found: Found
+    picks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Problem, found: Found) -> Sent:
+        candidates = problem.facts.candidates
+        picks = tuple(candidates[name].index(strategy) for name, strategy in found.strategies.items())
+        assert list(found.strategies) == [node.name for node in problem.choices.graph.nodes], "in the graph's order"
+        return cls(replace(found, strategies={}), picks)
+
+    def on(self, problem: Problem) -> Found:
+        names = [node.name for node in problem.choices.graph.nodes]
+        pairs = zip(names, self.picks, strict=True)
+        strategies: Mapping[str, Strategy] = {name: problem.facts.candidates[name][pick] for name, pick in pairs}
+        return replace(self.found, strategies=strategies)
+
+
+class Helper(LeastBound):
+    """What works beside the search: on bounds, and on closer looks that it is offered."""
+
+    def closer_s(self, number: int, sent: Sent, seconds: float) -> float:
+        """As the search of that cluster has it, which is not told on the terminal."""
+        search = replace(self.searches[number], progress=Progress(after_s=float("inf")))
+        return search.look_closer_s(sent.on(search.problem), seconds)

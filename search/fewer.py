@@ -9,29 +9,17 @@ perfectly dealt out, rarely shorter than ``AT_BEST`` of that at first glance, wh
 the fastest devices do nearly everything, which fewer devices do better; and rarely than ``OVERLAP`` of the one with
 nothing overlapped. What a search changes last (which parameters are whole, readers apart, calls postponed) makes most
 of the difference, and can be asked of what a glance found: a closer look, of which the step is rarely shorter than
-``LIKELY``. It is taken where that decides, but not by a quick search, which goes by ``NEARLY_AS_GOOD`` instead.
-
-    glance at the whole cluster, then at those without whole kinds, unless they are known to take longer than the
-        shortest step seen (of a large graph in the order of the bounds)
-    glance at the next smaller and the next larger one beside the shortest of these
-    for those where nothing fits at first glance, the least bound first, and then for the whole cluster and the smaller
-    ones whose glance is shorter than the whole's, the shortest as run first:
-        plan it to its step as run, unless the least that it may be, by the rules above and a closer look, is no shorter
-            than the shortest step known (as run; of what is not planned yet, at first glance)
-    from the shortest plan on, with ever fewer hosts of its slowest kind, and with ever more of the next slower one as
-    long as that makes the plan shorter:
-        glance, and plan, by the same rules
-    take the plan with the shortest step as run; of equal ones that of the larger cluster
-
-A smaller cluster whose glance is no shorter than the whole's by either clock is not planned. Where graphs are too
-large to be played (``Limits.played``), plans are compared with nothing overlapped. The least of all bounds is below
-every plan for all devices, for those without whole kinds, and for those that the plan is for.
+``LIKELY``. It is taken where that decides, but not by a quick search, which goes by ``NEARLY_AS_GOOD`` instead; one
+that probably will decide is offered to the process beside (``closer``) while another plan is made. In which order they
+are glanced at and planned, ``nested`` says. Where graphs are too large to be played (``Limits.played``), plans are
+compared with nothing overlapped. The least of all bounds is below every plan for all devices, for those without whole
+kinds, and for those that the plan is for.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -39,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hap.cluster import ClusterSpec
-from hap.errors import InfeasibleError, PlanError
+from hap.errors import PlanError
 from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF
 from hap.search.closer import Helper, Sent
@@ -47,7 +35,7 @@ from hap.search.found import Found, best_of
 from hap.search.judge import LEANEST
 from hap.search.least_bound import MANY, MOST_NODES, Aim, LeastBound
 from hap.search.starts import least_compute_s
-from hap.search.subsets import LeftOut, beyond, fewer_hosts, kinds_of, look_beside, slowest_kinds, without
+from hap.search.subsets import LeftOut, beyond, fewer_hosts, kinds_of, slowest_kinds, without
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -305,8 +293,8 @@ class Tried:
         return self.searches[number].look_closer_s(self.looks[number], self.seen[number])
 
     def offer_closer(self, numbers: Sequence[int], than_s: float) -> None:
-        """A closer look at the first of these clusters of which it will decide, if the plan that is made meanwhile is
-        as short as can be expected; to whoever has time for it."""
+        """A closer look is offered at the first of these clusters of which it will decide, if the plan that is made
+        meanwhile, whose cluster looks like ``than_s``, is as short as can be expected."""
         beside = self.beside
         if beside is None or self.is_quick:
             return
@@ -366,72 +354,3 @@ def _bound_s(held: weakref.ref[LeastBound], number: int) -> float:
     least_bound = held()
     assert least_bound is not None, "asked after the job"
     return least_bound.bound_s(number)
-
-
-def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
-    """Plan for those of the clusters that may have the shortest step. ``plan`` puts the plan of one of them into
-    ``tried.planned``. InfeasibleError if nothing fits anywhere."""
-    unfit = _glance_at_kinds(tried)
-    if tried.glanced:
-        first = min(tried.glanced, key=lambda n: (tried.glanced[n], n))
-        tried.foresee(first, tried.glances[first])
-        for number in tried.near(min(tried.glanced, key=lambda n: (tried.looks_s(n), n))):
-            if not tried.takes_longer(number):
-                tried.glance(number)
-    promising = [n for n in tried.glanced if not n or tried.is_promising(n)]
-    why: InfeasibleError | None = None
-    unfit.sort(key=lambda n: (tried.searches[n].bound_s, n))
-    promising.sort(key=lambda n: (tried.looks_s(n), n))
-    every = [*unfit, *promising]
-    for place, number in enumerate(
-        every
-    ):  # a glance tells least of the unfit, and what they come to may rule out others
-        others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
-        if not tried.may_take_less(number, min(others, default=np.inf)):
-            continue
-        if number in tried.seen:
-            tried.offer_closer(every[place + 1 :], tried.looks_s(number))
-        refused = _plan(tried, plan, number)
-        why = why or refused
-    if not tried.planned:
-        assert why is not None
-        raise why
-    look_beside(tried.order, range(tried.kinds), lambda: _best(tried)[0], partial(_go_on, tried, plan))
-
-
-def _glance_at_kinds(tried: Tried) -> list[int]:
-    """At the whole cluster and those without whole kinds. Where nothing fits that way."""
-    numbers = list(range(tried.kinds))
-    if len(tried.searches[0].problem.choices.graph.nodes) > MOST_NODES:  # a glance takes longer than all the bounds
-        numbers.sort(key=lambda n: (tried.searches[n].bound_s, n))
-    return [n for n in numbers if not tried.takes_longer(n) and not tried.glance(n)]
-
-
-def _go_on(tried: Tried, plan: Callable[[int], None], number: int) -> bool | None:
-    """Plan for a cluster beside the best one, if it may have the shortest step. Whether it has; None where it and those
-    further on take too long, or nothing fits."""
-    best_s = _best(tried)[1].as_run_s
-    if number not in tried.planned:
-        if tried.takes_longer(number) or not (number in tried.glances or tried.glance(number)):
-            return None
-        if tried.may_take_less(number, best_s):
-            _plan(tried, plan, number)
-    return number in tried.planned and tried.planned[number].as_run_s < best_s
-
-
-def _best(tried: Tried) -> tuple[int, Planned]:
-    chosen = tried.best()
-    assert chosen is not None, "something is planned"
-    return chosen
-
-
-def _plan(tried: Tried, plan: Callable[[int], None], number: int) -> InfeasibleError | None:
-    """Plan for one of the clusters, while bounds are asked for beside it. Why nothing fits, where that is so."""
-    if number in tried.glances:
-        tried.foresee(number, tried.glances[number])
-    tried.foresee_as_run(number)
-    try:
-        plan(number)
-    except InfeasibleError as e:
-        return e
-    return None

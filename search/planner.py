@@ -28,7 +28,7 @@ from hap.search.advice import advise
 from hap.search.apart import or_apart
 from hap.search.assemble import assemble_plan
 from hap.search.bound import weighted_bound
-from hap.search.fewer import Planned, Tried, plan_nested
+from hap.search.fewer import Planned, Tried
 from hap.search.found import Found, best_of
 from hap.search.gathers import all_gathered, or_gathered
 from hap.search.infeasible import why_infeasible
@@ -36,6 +36,7 @@ from hap.search.judge import as_run_s, finest, first_look
 from hap.search.keeping import or_keeping
 from hap.search.limits import LIMITS, Effort, Limits, Method
 from hap.search.mixing import or_mixed
+from hap.search.nested import plan_nested
 from hap.search.onward import onward, or_onward
 from hap.search.pins import Pins
 from hap.search.postponing import or_postponed
@@ -77,7 +78,7 @@ def plan_graph(
     ``method``: strategies are chosen by an integer program, or synthesised by A* (``synthesis``): both are exact at
     given sizes, but for large programs where memory binds (``warm``), so plans cost alike, but A* takes longer.
     ``leave_out``: where a job is faster, as it is run, without the slowest devices, the plan is for a cluster of the
-    others (``fewer``), and its bound is below all plans with them, without their kinds, and for the others.
+    others (``nested``), and its bound is below all plans with them, without their kinds, and for the others.
     ``batches``: of a step of the optimizer, all but the last under ``no_sync()``; times are then those of one batch,
     the mean over a step's. On a terminal a line tells how far it is, if it takes long. Ctrl-C returns the best plan
     that was found until then, if there is one, and so do ``budget_s`` seconds, looked at between two pieces of work;

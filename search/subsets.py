@@ -3,7 +3,7 @@
 A rank without any share still joins every collective and repeats every replicated call, at its own pace: in one job no
 device is ever quite left out. Where that costs more than the device brings, the job should not start on it at all. The
 plan for all devices then says so, with the step that the others alone would take (``Advice``); a search that may leave
-devices out plans for the others (``fewer``), and says what they would have cost (``LeftOut``).
+devices out plans for the others (``nested``), and says what they would have cost (``LeftOut``).
 """
 
 from __future__ import annotations

@@ -15,10 +15,11 @@ from hap.errors import InfeasibleError, PlanError
 from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.search import plan_graph, planner
-from hap.search.fewer import Planned, Tried, plan_nested
+from hap.search.fewer import Planned, Tried
 from hap.search.found import Found
 from hap.search.least_bound import MOST_NODES
 from hap.search.limits import LIMITS, Effort, Limits
+from hap.search.nested import plan_nested
 from hap.search.pins import Pins
 from hap.search.planner import Search
 from hap.search.problem import Problem

@@ -88,7 +88,8 @@ def _is_read_whole(problem: Problem, strategies: Mapping[str, Strategy], node: N
 def _moved(
     problem: Problem, strategies: Mapping[str, Strategy], node: Node, *, sooner: bool
 ) -> Iterator[tuple[str, Strategy]]:
-    """The views that change if a parameter is gathered as it is, or as far behind as its shards are still shards."""
+    """The views that change if a parameter is gathered as it is, or as far behind as its shards are still shards, and
+    one gather serves all that read them."""
     home = strategies[node.name].outputs[0]
     assert home is not None
     yield from _views(problem, strategies, node, REPLICATE if sooner else home)
@@ -97,7 +98,9 @@ def _moved(
 def _views(
     problem: Problem, strategies: Mapping[str, Strategy], node: Node, placement: Placement
 ) -> Iterator[tuple[str, Strategy]]:
-    for user, _ in problem.choices.graph.users.get(Value(node.name, 0), ()):
+    users = problem.choices.graph.users.get(Value(node.name, 0), ())
+    placement = placement if len(users) == 1 else REPLICATE
+    for user, _ in users:
         if not is_view(user):
             continue
         options = problem.facts.candidates[user.name]

@@ -39,6 +39,9 @@ class Worker:
     def wait(self) -> None:
         time.sleep(60)
 
+    def nap(self, seconds: float) -> None:
+        time.sleep(seconds)
+
 
 @pytest.mark.parametrize("apart", [pytest.param(True, marks=FORKS), False])
 def test_answers_come_in_the_order_of_the_questions(apart: bool) -> None:
@@ -102,6 +105,28 @@ def test_ctrl_c_is_for_the_search_and_a_check_may_end_the_waiting() -> None:
     other.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@FORKS
+def test_an_offer_waits_for_what_is_asked_and_can_be_withdrawn_until_then() -> None:
+    """Of what was withdrawn nothing is done, whatever is asked later."""
+    other = Beside(Worker(), apart=True)
+    other.ask("nap", 0.5)
+    offered, added = other.offer("add", 1), other.ask("add", 2)
+    assert offered is not None and not other.is_taken(offered) and not other.is_taken(offered)
+    assert other.answer(added)[1] == [2] and other.answer(other.ask("add", 3))[1] == [2, 3]
+    other.close()
+    begun = Beside(Worker(), apart=True)
+    offered = begun.offer("add", 1)
+    assert offered is not None and begun.offer("add", 2) is None  # one thing
+    assert begun.answer(offered)[1] == [1] and begun.is_taken(offered)
+    begun.close()
+
+
+def test_where_nobody_else_could_do_it_nothing_is_offered() -> None:
+    other = Beside(Worker(), apart=False)
+    asked = other.ask("add", 1)
+    assert other.offer("add", 2) is None and other.answer(asked)[1] == [1]
 
 
 def test_without_a_second_core_none_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,8 @@ def test_a_plan_has_it(leave_out: bool) -> None:
     assert plan.world_size == 3
     expected = as_run_bound_s(state(model, where).facts)
     p = plan.predicted
-    assert p.overlapped_bound_s == pytest.approx(expected, rel=1e-12) and p.overlapped_bound_s is not None and p.overlapped_s is not None
+    assert p.overlapped_bound_s is not None and p.overlapped_s is not None
+    assert p.overlapped_bound_s == pytest.approx(expected, rel=1e-12)
     assert p.gap_as_run == 1 - p.overlapped_bound_s / p.overlapped_s
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from ortools.math_opt import parameters_pb2
 
 from hap.codegen.passes.bucket import LIMIT_BYTES
 from hap.conversion import collective_kind
@@ -36,15 +35,14 @@ from hap.search.bound import computes_like
 from hap.search.least import UNIT_BYTES, ends_of, least_curve, stage_least_s
 from hap.search.milp import MS
 from hap.search.prices import Facts
-from hap.search.protos import OFF, KeptSolver, seeded
+from hap.search.protos import DUAL, OFF, KeptSolver, seeded
 from hap.search.relaxation import SAFETY, Relaxation, around_s, relaxation
 from hap.search.score import CALLS, packing_terms
 from hap.search.wires import GRID
 
 SOLVED = 5  # programs
 WORTH = 1e-3  # of the bound: no further lambda is tried for less
-# the last point stays feasible when costs change
-PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, presolve=OFF)
+DUAL_STEPS = seeded(lp_algorithm=DUAL, presolve=OFF)
 
 
 def as_run_bound_s(facts: Facts) -> float | None:
@@ -61,7 +59,7 @@ def as_run_bound_s(facts: Facts) -> float | None:
     best_ms, part = 0.0, 1.0
     for _ in range(SOLVED):
         solver.minimise(part * compute + (1 - part) * wire)
-        solved = solver.solve(PRIMAL, start=start)
+        solved = solver.solve(DUAL_STEPS, start=start)
         if solved is None or not solved.is_optimal:
             break
         start = None

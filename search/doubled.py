@@ -72,12 +72,13 @@ class _Lying(dict[tuple[Placement | None, str], Placement | None]):
 class DoubledFlows(Flows):
     """A group does not move: what is spread stays so, and what is together."""
 
-    def is_converted(self, source: Placement | None, target: Placement) -> bool:
-        if isinstance(source, Shard) and isinstance(target, Shard):
-            (g, here), (h, there) = (taken_apart(p) for p in (source, target))
-            if g == h and here != there:
-                return False
-        return super().is_converted(source, target)
+    def pairs(self, produced: Mapping[int, Placement | None], wanted: Mapping[int, Placement]) -> list[tuple[int, int]]:
+        there, here = (
+            {number: taken_apart(p) for number, p in ends.items() if isinstance(p, Shard)}
+            for ends in (produced, wanted)
+        )
+        moved = {(p, q) for p, (g, at) in there.items() for q, (h, to) in here.items() if g == h and at != to}
+        return [pair for pair in super().pairs(produced, wanted) if pair not in moved]
 
     def price_of(self, paid: Paid) -> object:
         return super().price_of(paid), crosses(paid.source, paid.target)

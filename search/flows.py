@@ -147,7 +147,7 @@ class Flows(Rows):
         for a, times in readers.items():
             for j, variable in enumerate(self.x[a] if a is not None else [self._always()]):
                 demand.setdefault(numbers[j], []).append((variable, float(times)))
-        pairs = [(p, q) for p in supply for q in demand if self.is_converted(produced[p], wants[q])]
+        pairs = self.pairs({p: produced[p] for p in supply}, {q: wants[q] for q in demand})
         flows: dict[tuple[int, int], int] = {}
         out, came = ({number: list[tuple[int, float]]() for number in ends} for ends in (supply, demand))
         for p, q in pairs:
@@ -161,9 +161,11 @@ class Flows(Rows):
         self.transports.append(Transport(same, produced, wants, flows, made, met))
         return {(p, wants[q]): f for (p, q), f in flows.items() if produced[p] != wants[q]}
 
-    def is_converted(self, source: Placement | None, target: Placement) -> bool:
-        """Whether what is produced in the one can be read in the other."""
-        return source == target or not isinstance(target, Partial)
+    def pairs(self, produced: Mapping[int, Placement | None], wanted: Mapping[int, Placement]) -> list[tuple[int, int]]:
+        """Numbers of placements of which what is produced in the first can be read in the second."""
+        summed = {p for p, source in produced.items() if isinstance(source, Partial)}
+        whole = {q for q, target in wanted.items() if not isinstance(target, Partial)}
+        return [(p, q) for p in produced for q in wanted if q in whole or p in summed]
 
     def _converted(
         self,

@@ -54,6 +54,7 @@ def branching(gap: float, nodes: int) -> parameters_pb2.SolveParametersProto:
 
 
 def dual_steps(**options: object) -> parameters_pb2.SolveParametersProto:
+    """GLOP's dual steps without presolve, by prices that favour rows of small norms: from nothing half the seconds."""
     found = seeded(lp_algorithm=DUAL, presolve=OFF, **options)
     found.glop.dual_price_prioritize_norm = True
     return found

@@ -35,14 +35,13 @@ from hap.search.bound import computes_like
 from hap.search.least import UNIT_BYTES, ends_of, least_curve, stage_least_s
 from hap.search.milp import MS
 from hap.search.prices import Facts
-from hap.search.protos import DUAL, OFF, KeptSolver, seeded
+from hap.search.protos import DUAL_STEPS, KeptSolver
 from hap.search.relaxation import SAFETY, Relaxation, around_s, relaxation
 from hap.search.score import CALLS, packing_terms
 from hap.search.wires import GRID
 
 SOLVED = 5  # programs
 WORTH = 1e-3  # of the bound: no further lambda is tried for less
-DUAL_STEPS = seeded(lp_algorithm=DUAL, presolve=OFF)
 
 
 def as_run_bound_s(facts: Facts) -> float | None:

@@ -33,7 +33,7 @@ from hap.search.boxes import Boxes
 from hap.search.crossing import Box
 from hap.search.milp import MS
 from hap.search.prices import Facts
-from hap.search.protos import DUAL, OFF, KeptSolver, Solution, fill_matrix, seeded, solve_once
+from hap.search.protos import DUAL_STEPS, OFF, KeptSolver, Solution, fill_matrix, seeded, solve_once
 from hap.search.relaxation import SAFETY, relaxation
 
 CUTS = 30  # rounds of cutting planes for the weights of a box, ...
@@ -46,7 +46,6 @@ SHORT_OF = 0.02  # what is enough: nearer is not looked for
 BOXES = 80
 PATIENCE = 20  # boxes after which the bound must have risen
 MUCH = 0.1  # of all work: of groups that can deal out less it is not asked where they lie
-FIRST = seeded(lp_algorithm=DUAL, presolve=OFF)
 # what ended last is feasible for another objective. Steps of the dual simplex method went on for ten minutes once
 NEXT = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX, presolve=OFF, iteration_limit=20_000)
 
@@ -183,7 +182,7 @@ class _Bounds:
         alike = np.append(np.ones_like(self.n), np.zeros_like(self.n))  # the busiest rank of every part
         self.start: Array = np.tile(alike / (alike @ self.each), self.sets)
         self.often = np.bincount(boxes.line, weights=boxes.times, minlength=len(boxes.how))  # if all were chosen
-        self._remember(self.solver.solve(FIRST, start=boxes.relaxed.solver.basis))
+        self._remember(self.solver.solve(DUAL_STEPS, start=boxes.relaxed.solver.basis))
 
     # -- boxes -------------------------------------------------------------------------------------------------------
 

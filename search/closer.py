@@ -25,10 +25,8 @@ class Sent(NamedTuple):
 
     @classmethod
     def of(cls, problem: Problem, found: Found) -> Sent:
-        candidates = problem.facts.candidates
-        picks = tuple(candidates[name].index(strategy) for name, strategy in found.strategies.items())
-        assert list(found.strategies) == [node.name for node in problem.choices.graph.nodes], "in the graph's order"
-        return cls(replace(found, strategies={}), picks)
+        names, candidates = (node.name for node in problem.choices.graph.nodes), problem.facts.candidates
+        return cls(replace(found, strategies={}), tuple(candidates[n].index(found.strategies[n]) for n in names))
 
     def on(self, problem: Problem) -> Found:
         names = [node.name for node in problem.choices.graph.nodes]

@@ -62,11 +62,10 @@ from hap.search.doubled import (
 from hap.search.flows import Transport
 from hap.search.milp import MS
 from hap.search.prices import Facts
-from hap.search.protos import DUAL, OFF, seeded, until
+from hap.search.protos import DUAL_STEPS, seeded, until
 from hap.search.relaxation import SAFETY, Relaxation
 
 ALONE = 2 / 3  # of all power on one host: what lies there is hardly worked on more slowly, and nothing is gained
-DUAL_STEPS = seeded(lp_algorithm=DUAL, presolve=OFF)  # norms first: a fifth more steps from such a basis
 PRIMAL = seeded(lp_algorithm=parameters_pb2.LP_ALGORITHM_PRIMAL_SIMPLEX)
 
 
@@ -74,7 +73,7 @@ class Masses:
     """The bounds of nested clusters. Their programs have the same rows, so each is solved from where the last one
     ended, and the first from where it ends if nothing may be spread, which is found sooner, with what may be spread as
     what is together: any basis is one to begin from, and the optimum is the same. From there, dual steps are the
-    quicker ones."""
+    quicker ones, but not those that favour small norms, of which it takes more."""
 
     def __init__(self) -> None:
         self._ended: solution_pb2.BasisProto | None = None

@@ -42,10 +42,8 @@ def plan_nested(tried: Tried, plan: Callable[[int], None]) -> None:
     why: InfeasibleError | None = None
     unfit.sort(key=lambda n: (tried.searches[n].bound_s, n))
     promising.sort(key=lambda n: (tried.looks_s(n), n))
-    every = [*unfit, *promising]
-    for place, number in enumerate(
-        every
-    ):  # a glance tells least of the unfit, and what they come to may rule out others
+    every = [*unfit, *promising]  # a glance tells least of the unfit, and what they come to may rule out others
+    for place, number in enumerate(every):
         others = [tried.known_s(n) for n in (*tried.planned, *tried.glanced) if n != number]
         if not tried.may_take_less(number, min(others, default=np.inf)):
             continue

@@ -46,6 +46,9 @@ def seeded(**options: object) -> parameters_pb2.SolveParametersProto:
     return parameters_pb2.SolveParametersProto(random_seed=SEED, **options)
 
 
+DUAL_STEPS = seeded(lp_algorithm=DUAL, presolve=OFF)
+
+
 def branching(gap: float, nodes: int) -> parameters_pb2.SolveParametersProto:
     """For HiGHS: until so near to the optimum, relatively, or so many nodes have been looked at."""
     highs = highs_pb2.HighsOptionsProto()

@@ -11,7 +11,7 @@ from torch import nn
 
 from hap.capture import capture, interpret, source_values
 from hap.codegen.lowering import lower
-from hap.placement import REPLICATE, Shard
+from hap.placement import REPLICATE, Replicate, Shard
 from hap.plan import Strategy
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
@@ -27,7 +27,6 @@ from hap.search.problem import Problem
 from tests.search.models import cluster, plan_of
 
 IN_SHARDS = Pins(placements={"*stack*": "S(0)", "args.*": "S(0)"})
-DEALT_OUT = {"args.*": "S(0)"}
 
 
 class Stacks(nn.Module):
@@ -63,6 +62,10 @@ def views(found: Choices) -> list[str]:
     """Of stacks, those that read them."""
     parameters = {n.name for n in found.graph.sources("parameter") if "stack" in n.target}
     return [n.name for n in found.graph.nodes if not n.is_source and n.inputs[0].node in parameters]
+
+
+def cuts_rows(strategy: Strategy) -> bool:
+    return isinstance(placed := strategy.outputs[0], Shard) and placed.dim == 0
 
 
 def gathered(search: Search, best: Found, *, sooner: bool) -> Found:
@@ -121,9 +124,19 @@ def test_either_way_computes_what_one_device_computes(sooner: bool) -> None:
     graph = capture(model, batch)
     values = interpret(graph, source_values(graph, model, batch, tangent=1.3))
     devices = cluster((0.01, "1GB"), (0.005, "1GB"), (0.002, "1GB"), network="1GB/s", memory_bandwidth="1GB/s")
-    search = Search(Problem.state(choices(graph), devices, "adamw", IN_SHARDS), LIMITS["quick"])
-    made = gathered(search, search.run(), sooner=sooner)
-    step = run_lockstep(lower(graph, plan_of(choices(graph), devices, made)), values, check=True)
+    found = choices(graph)
+    whole = Problem.state(found, devices, "adamw", Pins(placements={"*": "R", "args.*": "S(0)"}))
+    search = Search(Problem.state(found, devices, "adamw", Pins()), LIMITS["quick"])
+    best = Search(whole, LIMITS["quick"]).run()
+    cut = {n.name: s for n in graph.sources("parameter") for s in found.strategies[n.name] if cuts_rows(s)}
+    start = changed(search.problem, best, cut)
+    assert [len(kind) for kind in gathers._kinds(search.problem, start)] in ([3], [1, 2], [2, 1], [1, 1, 1])
+    made = gathered(search, start, sooner=sooner)
+    alone = views(found)[0]  # of which nothing else is read
+    assert isinstance(made.strategies[alone].outputs[0], Replicate if sooner else Shard)
+    conversions = {c.need.value.node for c in made.evaluation.conversions if c.need.target == REPLICATE}
+    assert (alone in conversions) is not sooner
+    step = run_lockstep(lower(graph, plan_of(found, devices, made)), values, check=True)
     torch.testing.assert_close(step.loss, values[graph.loss], rtol=1e-12, atol=0)
     for target, value in graph.gradients.items():
         torch.testing.assert_close(step.gradients[target], values[value], rtol=1e-10, atol=1e-12)

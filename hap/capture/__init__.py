@@ -10,6 +10,7 @@ the buffers that the forward pass changes and the outputs that were asked for su
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from hap.capture.inputs import StepInputs, input_paths, step_inputs
 from hap.capture.interpret import interpret, source_values
 from hap.capture.narrow import narrowed
 from hap.capture.outside import Outside, hooks_of
+from hap.capture.selected import SelectionError
 from hap.capture.state import model_state
 from hap.capture.step import Step, copy_with, frozen_loss
 from hap.capture.torch_private import Fakes, trace_joint
@@ -119,15 +121,21 @@ def _trace(
     replacements = {id(t): fake[n] for n, t in (*state.parameters.items(), *state.buffers.items())}
     copied, loss = copy_with(model, replacements), frozen_loss(loss_fn)
 
-    def traced() -> Graph:
-        step = Step(copied, parameters, buffers, inputs, loss, outputs, outside.and_of(fake), hooks)
+    def traced(as_places: bool = False) -> Graph:
+        step = Step(copied, parameters, buffers, inputs, loss, outputs, outside.and_of(fake), hooks, as_places)
         try:
             with as_batched(), no_chance(name):
                 trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
         except CaptureError:
             raise
         except Exception as e:
-            raise blame(e, name, step.failed_module(e)) from e
+            blamed = blame(e, name, step.failed_module(e))
+            if isinstance(e, SelectionError) and not as_places:
+                with contextlib.suppress(
+                    CaptureError
+                ):  # what it says is of the same line, or of what the first try left
+                    return traced(as_places=True)
+            raise blamed from e
         return to_graph(
             trace,
             name=name,

@@ -20,6 +20,8 @@ _GENERATOR = "torch._C.Generator"  # of which torch 2.11 says that a graph has n
 _KEPT = ("Unexpected fake buffer", "entirely functional graph", "ATen/RegisterFunctionalization", "in tensor_tracker")
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
+_HIGHER_ORDER = "UncapturedHigherOrderOpError"
+
 
 def blame(error: Exception, subject: str, module: str) -> CaptureError:
     """The CaptureError to raise ``from error``: what went wrong, the user's source line, the module that ran it."""
@@ -31,6 +33,11 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
         return CaptureError(
             f"cannot capture {subject}: tensors of two devices meet {where}: a tensor that the model keeps must be a "
             "registered buffer, and a new one must take its device from an input"
+        )
+    if type(error).__name__ == _HIGHER_ORDER:
+        return CaptureError(
+            f"cannot capture {subject}: torch.cond, or another call of functions, {where}: "
+            "it is no plain operator, and HAP cannot shard it"
         )
     if isinstance(error, SelectionError):
         return CaptureError(f"cannot capture {subject}: {error} {where}")
@@ -53,8 +60,8 @@ def _dependence(error: Exception) -> tuple[str, str]:
         return "BatchNorm with momentum=None, which divides by a count kept in a tensor,", "give it a momentum"
     if type(error).__name__ == "DynamicOutputShapeException":
         return "a tensor whose size depends on values", (
-            "a boolean index, nonzero, unique and masked_select make one, of constants, too; use torch.where or a "
-            "mask, or write a constant index as a list of positions"
+            "a boolean index, nonzero, unique and masked_select make one; use torch.where or a mask, or make a "
+            "constant one in the forward pass, not of a buffer"
         )
     return "data-dependent control flow", (
         "the program may not depend on the values in a tensor; use torch.where or a mask, or move it out of the model"

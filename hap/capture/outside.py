@@ -57,6 +57,11 @@ class Outside:
             return {key: self.inside(item, state) for key, item in found.items()}
         return found
 
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the memory of one of them."""
+        of = (known() for known, _ in self.tensors.values())
+        return any(own is not None and own.device == tensor.device and is_alias(own, tensor) for own in of)
+
     @contextmanager
     def lent(self, copied: nn.Module) -> Iterator[None]:
         """While active, the model's modules have the tensors, numbers and containers that those of its copy have."""

@@ -25,6 +25,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hap.capture.known import Known
 from hap.capture.memory import SET_DATA, set_data
 from hap.capture.outside import Outside
 from hap.capture.places import Place, as_mask, holds_places, places
@@ -35,11 +36,21 @@ from hap.ctc import ctc_loss
 
 class Respelled(TorchFunctionMode):
     """While active, those functions run as they are written here, where they can. ``state``: parameters and buffers of
-    the step, beside its ``inputs``; ``outside``: the model's own."""
+    the step, beside its ``inputs``; ``outside``: the model's own. ``as_places``: what is read by a mask that is known
+    has a size, and cannot be dealt out along it."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], outside: Outside) -> None:
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        outside: Outside,
+        *,
+        as_places: bool = False,
+    ) -> None:
         super().__init__()
-        self._sames, self._state, self._inputs, self._outside = Sames(), state, inputs, outside
+        self._as_places = as_places
+        self._sames, self._known = Sames(), Known(outside)
+        self._state, self._inputs, self._outside = state, inputs, outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = (self._outside.inside(given, self._state) for given in (tuple(args), kwargs or {}))
@@ -55,9 +66,10 @@ class Respelled(TorchFunctionMode):
             return Place.__torch_function__(func, types, args, kwargs)
         if any(isinstance(a, Selected) for a in (*args, *kwargs.values())):
             return Selected.__torch_function__(func, types, args, kwargs)
-        found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD else None
+        asked = (args[1:], kwargs) if self._as_places and func in _READ_BY_MASK else (args, kwargs)
+        found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD and not self._known.all_of(asked) else None
         if found is None:
-            found = func(*args, **kwargs)
+            found = self._known.call(func, args, kwargs)
             self._sames.note(func, args, kwargs, found)
         return found
 
@@ -216,7 +228,8 @@ def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int]
     return mask, behind
 
 
-_BY_MASK = (torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.Tensor.masked_select, torch.masked_select)
+_READ_BY_MASK = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
+_BY_MASK = (*_READ_BY_MASK, torch.Tensor.__setitem__)
 _SELECTING = (torch.Tensor.index_select, torch.index_select)
 _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.__getitem__: _read,

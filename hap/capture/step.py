@@ -30,7 +30,7 @@ MODULE_KEY = "hap_module"  # under node.meta["custom"]
 
 class Step(nn.Module):
     """``parameters`` and ``buffers`` are the fake tensors, by the user's names; they are registered as p0.., b0...
-    ``outside``: the model's own; ``hooks``: of its parameters."""
+    ``outside``: the model's own; ``hooks``: of its parameters; ``as_places``: as of ``Respelled``."""
 
     def __init__(
         self,
@@ -42,9 +42,10 @@ class Step(nn.Module):
         outputs: tuple[str, ...],
         outside: Outside,
         hooks: Mapping[str, Sequence[Hook]],
+        as_places: bool,
     ) -> None:
         super().__init__()
-        self.outputs, self.outside, self.hooks = outputs, outside, hooks
+        self.outputs, self.outside, self.hooks, self.as_places = outputs, outside, hooks, as_places
         self.unregistered = (model, loss_fn)  # a tuple, so that their parameters are not this module's too
         self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
         self.inputs = inputs
@@ -62,7 +63,7 @@ class Step(nn.Module):
         parameters = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
         state = {**parameters, **buffers}
-        respelled = Respelled(dict(state), tensors, self.outside)
+        respelled = Respelled(dict(state), tensors, self.outside, as_places=self.as_places)
         for name, hooks in self.hooks.items():
             for hook in hooks:
                 parameters[name].register_hook(_under(respelled, hook))

@@ -13,6 +13,10 @@
 - ``Distribution._validate_args``: whether distributions check their arguments.
 - ``_clip_grads_with_norm_``: what clipping by a norm ends with, whoever imported it before.
 - ``GradScaler._unscale_grads_``: what every scaler's step begins with.
+- ``DataDependentOutputException``, ``DynamicOutputShapeException``: what a fake tensor raises where values are wanted.
+- ``FunctionalTensor.tolist``: which no mode sees, unlike that of other tensors.
+- ``_disable_current_modes``, ``DisableTorchFunction``: something is computed for once, not traced.
+- ``lift_fresh_copy``: a tensor becomes a constant of the trace.
 - ``CheckpointFunction.apply``: activation checkpointing whose backward pass calls the autograd engine by itself, which
   cannot be traced.
 """
@@ -44,16 +48,21 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.nn.utils import clip_grad
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
 from hap.errors import CaptureError
 
 __all__ = [
-    "Fakes", "JointTrace", "OpOverload", "Role", "get_decompositions", "is_alias", "is_fake", "trace_joint",
-    "watch_clipping", "watch_scaling",
+    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "get_decompositions", "is_alias",
+    "is_fake", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
 ]  # fmt: skip
+
+ValuesWanted = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,18 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether they share memory, as a tensor and its view do."""
     return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Inside of a trace: what is called here is computed, and nobody sees it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def as_constant(value: torch.Tensor) -> torch.Tensor:
+    """Inside of a trace: this value as a constant of it."""
+    return torch.ops.aten.lift_fresh_copy.default(value)
 
 
 def is_added_to_grad(node: Any) -> bool | None:
@@ -156,6 +177,7 @@ def trace_joint(
         stack.enter_context(_without_mkldnn())
         stack.enter_context(_unchecked_distributions())
         stack.enter_context(_without_reentry())
+        stack.enter_context(_seen_lists())
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(tracing(TracingContext(fakes.mode)))
@@ -219,6 +241,16 @@ def _without_reentry() -> Iterator[None]:
         yield
     finally:
         del CheckpointFunction.apply
+
+
+@contextlib.contextmanager
+def _seen_lists() -> Iterator[None]:
+    own = FunctionalTensor.tolist
+    FunctionalTensor.tolist = torch.Tensor.tolist  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensor.tolist = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

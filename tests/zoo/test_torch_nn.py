@@ -207,7 +207,7 @@ NOT_LAYERS = {
 NEWER = {name for name in {*LAYERS, *NOT_LAYERS} if not hasattr(nn, name)}  # than this torch
 REFUSED = {  # and why
     "AdaptiveLogSoftmaxWithLoss": (
-        lambda: Wrapped(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 9, [3]), lambda f, y: f(y, CLASSES).loss),
+        lambda: Wrapped(nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 9, [3]), lambda f, y: f(y, y.argmax(-1)).loss),
         "size depends on values|data-dependent control flow",
     ),
     "CrossMapLRN2d": (

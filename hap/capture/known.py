@@ -28,7 +28,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hap.capture.outside import Outside
-from hap.capture.torch_private import ValuesWanted, as_constant, is_alias, untraced
+from hap.capture.torch_private import ValuesWanted, as_constant, has_values, is_alias, untraced
 
 MOST = 1 << 16  # elements: larger ones are hardly read
 _READING = frozenset({"item", "tolist", "is_nonzero", "equal", "allclose", "__contains__", "__format__"})
@@ -66,7 +66,7 @@ class Known:
         found = self._values.get(id(tensor))
         if found is not None and found.of() is tensor and found.version == tensor._version:
             return found.value
-        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.requires_grad:
+        if not has_values(tensor) or tensor.requires_grad:
             return None
         return _copied(tensor) if tensor.numel() <= MOST and not self._outside.shares_memory(tensor) else None
 

@@ -16,6 +16,7 @@
 - ``DataDependentOutputException``, ``DynamicOutputShapeException``: what a fake tensor raises where values are wanted.
 - ``FunctionalTensor.tolist``: which no mode sees, unlike that of other tensors.
 - ``_disable_current_modes``, ``DisableTorchFunction``: something is computed for once, not traced.
+- ``_is_functional_tensor``, ``is_functorch_wrapped_tensor``: what a traced tensor holds is a plain one by its type.
 - ``lift_fresh_copy``: a tensor becomes a constant of the trace.
 - ``CheckpointFunction.apply``: activation checkpointing whose backward pass calls the autograd engine by itself, which
   cannot be traced.
@@ -58,8 +59,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from hap.errors import CaptureError
 
 __all__ = [
-    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "get_decompositions", "is_alias",
-    "is_fake", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
+    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "get_decompositions", "has_values",
+    "is_alias", "is_fake", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
 ]  # fmt: skip
 
 ValuesWanted = (DataDependentOutputException, DynamicOutputShapeException)
@@ -105,6 +106,13 @@ class Fakes:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor as any program has it, on the CPU: not of a trace, not what such a tensor is made of."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu":
+        return False
+    return not torch._is_functional_tensor(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from hap.capture.dropout import ByDropout
 from hap.capture.inputs import StepInputs
@@ -186,12 +187,15 @@ def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.
     """A deep copy of ``model`` with the tensors whose ``id`` is a key replaced. CaptureError if it cannot be copied.
 
     A tensor that is neither parameter nor buffer is a constant of the program and moves to the CPU, if it has data.
+    What the last forward pass left in a list or a dict, which has no copy of its own, is one, too.
     """
     memo: dict[int, Any] = dict(replacements)
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and id(value) not in memo:
-                memo[id(value)] = _constant(value)
+            for tensor in pytree.tree_leaves(value):
+                is_constant = isinstance(tensor, torch.Tensor) and (tensor is value or not tensor.is_leaf)
+                if is_constant and id(tensor) not in memo:
+                    memo[id(tensor)] = _constant(tensor)
     try:
         return copy.deepcopy(model, memo)
     except Exception as e:
@@ -199,4 +203,6 @@ def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.is_meta else tensor.detach().cpu()
+    """It still says whether it needs gradients: if it is read then, that is refused (``Outside.check_constant``)."""
+    found = tensor.detach() if tensor.is_meta else tensor.detach().cpu()
+    return found.requires_grad_(tensor.requires_grad)

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from hap.capture import capture
 from hap.capture.blame import blame
@@ -93,6 +94,25 @@ def test_a_batch_norm_without_a_momentum() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=None))
     assert "BatchNorm with momentum=None, which divides by a count" in (said := refusal(model, loss_fn=total))
     assert said.endswith("in module '1': give it a momentum")
+
+
+@pytest.mark.parametrize("times", [1, 2])  # a leaf of autograd's graph, or not
+@pytest.mark.parametrize("kept", [lambda w: w, lambda w: [w], lambda w: {"w": w}])
+def test_a_kept_tensor_that_needs_gradients_is_no_constant(kept: Callable[[Any], Any], times: int) -> None:
+    block = Block(lambda module, y: (y * next(t for t in pytree.tree_leaves(module.kept))).sum())
+    weight = torch.ones(3, requires_grad=True)
+    block.kept = kept(weight if times == 1 else weight * times)
+    assert "that needs gradients is no parameter of the model, and would get none" in refusal(block)
+
+
+@pytest.mark.parametrize("kept", [lambda y: y, lambda y: [y], lambda y: {"y": y}])
+def test_what_the_last_forward_pass_left_does_no_harm(kept: Callable[[Any], Any]) -> None:
+    def then(module: Block, y: torch.Tensor) -> torch.Tensor:
+        module.last = kept(y)
+        return y.sum()
+
+    (block := Block(then))(X)
+    assert capture(block, X).fingerprint == capture(Block(then), X).fingerprint
 
 
 def fails(module: Block, y: torch.Tensor) -> torch.Tensor:

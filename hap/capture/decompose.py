@@ -70,6 +70,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     table[aten._trilinear.default] = _trilinear
     table[aten._weight_norm_interface_backward.default] = _weight_norm_backward
     table[aten.copy.default] = _copy
+    table[aten.diagonal_copy.default] = _diagonal_copy
     table[aten.empty.memory_format] = _empty
     table[aten.empty_like.default] = _empty_like
     table[aten.new_empty.default] = _new_empty
@@ -177,6 +178,11 @@ def _weight_norm_backward(
     norms = norms.to(g.dtype)
     along = torch.sum(grad * v, others, keepdim=True)
     return (g / norms) * (grad - v * (along / (norms * norms))), along / norms
+
+
+def _diagonal_copy(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    """What ``torch.diag`` makes of a matrix."""
+    return torch.diagonal(x, offset, dim1, dim2).clone()
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -6,6 +6,9 @@
 - A bag of embeddings, where all bags have one size, is a sum, mean or maximum over gathered rows. As a call of its own
   it says where each bag begins, among all of them. Bags that begin where a tensor says are left, and refused.
 - The CTC loss keeps a table whose size values tell: ``hap.ctc``.
+- What is written on a diagonal, in place, is ``where``; PyTorch writes through the memory's strides.
+- Covariances, and correlations, look whether there are observations enough, which is a matter of shapes where none is
+  weighted. With weights they are left, and refused.
 - The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
 - Padding by reflection or by the last value takes the first dim for the batch, or none where there are no more dims
   than channels and places: sequences are then the channels. That is how ``torch.stft`` pads them. Here they come first.
@@ -17,6 +20,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -126,6 +130,47 @@ def _bag(
     return total if mode == "sum" else total / counts.sum(1).clamp(min=1)
 
 
+def _fill_diagonal(x: torch.Tensor, fill_value: bool | int | float, wrap: bool = False) -> torch.Tensor | None:
+    """``wrap``: of a matrix with more rows than columns, one diagonal below the other."""
+    if x.dim() < 2 or (x.dim() > 2 and len(set(x.shape)) > 1) or (wrap and x.shape[0] > x.shape[1]):
+        return None
+    first, *others = (
+        torch.arange(n, device=x.device).view(-1, *(1,) * (x.dim() - 1 - d)) for d, n in enumerate(x.shape)
+    )
+    on_diagonal = functools.reduce(torch.logical_and, (first == other for other in others))
+    return x.copy_(torch.where(on_diagonal, _like_elements(x, fill_value), x))
+
+
+def _like_elements(x: torch.Tensor, value: bool | int | float) -> bool | int | float:
+    """``where`` would take whole numbers to floating point first, where large ones are rounded."""
+    return int(value) if isinstance(value, float) and not (x.is_floating_point() or x.is_complex()) else value
+
+
+def _covariance(
+    input: torch.Tensor,
+    *,
+    correction: int = 1,
+    fweights: torch.Tensor | None = None,
+    aweights: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """``input`` (variables, observations), or the observations of one variable."""
+    if fweights is not None or aweights is not None or input.dim() > 2 or not input.numel():
+        return None
+    rows = input.view(1, -1) if input.dim() < 2 else input
+    apart = rows - rows.sum(1, keepdim=True) / rows.shape[1]
+    return (apart @ apart.mH / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def _correlation(input: torch.Tensor) -> torch.Tensor | None:
+    found = _covariance(input)
+    if found is None or found.is_complex():
+        return None
+    if not found.dim():
+        return found / found
+    deviation = found.diag().sqrt()
+    return (found / deviation[:, None] / deviation).clip(-1, 1)
+
+
 def _gaussian_nll(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -188,8 +233,8 @@ def _written(x: torch.Tensor, index: Any, value: Any) -> torch.Tensor | None:
             return None
     elif not isinstance(value, (bool, int, float)):
         return None
-    elif isinstance(value, float) and not (x.is_floating_point() or x.is_complex()):
-        value = int(value)  # ``where`` would take whole numbers to floating point first, where large ones are rounded
+    else:
+        value = _like_elements(x, value)
     return x.copy_(torch.where(mask[(..., *(None,) * behind)], value, x))
 
 
@@ -241,6 +286,11 @@ _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.argwhere: _places,
     torch.argwhere: _places,
     torch.where: _where,
+    torch.Tensor.fill_diagonal_: _fill_diagonal,
+    torch.Tensor.cov: _covariance,
+    torch.cov: _covariance,
+    torch.Tensor.corrcoef: _correlation,
+    torch.corrcoef: _correlation,
     torch.Tensor.stft: _stft,
     torch.stft: _stft,
     functional.pad: _padded,

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from hap.capture.respell import _fill_diagonal
 from hap.placement import Shard
 from tests.zoo.layers import BATCH, WIDTH, Model, case, worst
 from tests.zoo.lockstep import TOLERANCE, batch_strategies, drawn, possible
@@ -35,6 +36,12 @@ def attention(y):
     return scores.softmax(-1) @ y
 
 
+def unlike(y):
+    """Samples are compared with all others, and not with themselves."""
+    rows = y.flatten(1)
+    return (rows @ rows.t()).fill_diagonal_(float("-inf")).softmax(1) @ rows
+
+
 def labelled(y):
     labels = y.argmax(-1)
     labels[PLACES] = -100.9  # cut off, as they are whole numbers
@@ -53,6 +60,8 @@ AS_WHERE = {
     "a whole number": written(EACH, lambda y: 3),
     "infinity before a softmax": attention,
     "labels that count for nothing": labelled,
+    "a diagonal": unlike,
+    "the diagonal of columns": lambda y: y.flatten(1)[:, :3].clone().fill_diagonal_(2.0, wrap=False),
     "a tensor of no dims": written(EACH, lambda y: torch.tensor(0.5, dtype=y.dtype)),
     "a tensor of one element": written(EACH, lambda y: torch.full((1, 1, 1), 0.5, dtype=y.dtype)),
     "an element that needs a gradient": written(EACH, lambda y: y[0, 0, 0]),
@@ -93,6 +102,18 @@ AS_IT_IS = {
     "a range": written((slice(None), slice(1, 3)), lambda y: 1.0),
     "no index": written((), lambda y: 1.0),
 }
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (3, 5), (5, 3), (2, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex64])
+def test_a_diagonal_is_that_of_torch(shape, dtype):
+    x = (9 * drawn(*shape)).to(dtype)
+    assert torch.equal(_fill_diagonal(x.clone(), 2.5), x.clone().fill_diagonal_(2.5))
+
+
+def test_diagonals_one_below_the_other_and_in_no_square_are_left_to_torch():
+    assert _fill_diagonal(torch.zeros(5, 2), 1.0, wrap=True) is None
+    assert _fill_diagonal(torch.zeros(2, 3, 2), 1.0) is None and _fill_diagonal(torch.zeros(3), 1.0) is None
 
 
 @pytest.mark.parametrize("name", AS_IT_IS)

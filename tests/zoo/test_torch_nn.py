@@ -1,11 +1,14 @@
 """Every layer and loss of ``torch.nn`` equals one device however all is cut, or is refused for a reason."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional, modules
 
 from hap.capture import capture, interpret, source_values
+from hap.capture.respell import _correlation, _covariance
 from hap.codegen.lowering import lower
 from hap.errors import HapError
 from hap.graph import Value
@@ -301,6 +304,35 @@ def test_gaussian_losses(full, reduction, least, columns):
         return functional.gaussian_nll_loss(y, CHANCES, spread, full=full, eps=least or 1e-6, reduction=reduction)
 
     assert worst(case(Model(of))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("made", [torch.cov, lambda y: y.cov(correction=0), torch.corrcoef, torch.Tensor.corrcoef])
+@pytest.mark.parametrize("of", [torch.t, lambda y: y, lambda y: y[:, 0]], ids=["columns", "rows", "one column"])
+def test_covariances(made, of):
+    """Over samples or over columns, of one variable, too."""
+    assert worst(case(Model(lambda y: made(of(y)).cos().sum() + y))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (1, 4), (3, 1), (5,), ()])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64])
+def test_covariances_are_those_of_torch(shape, dtype):
+    """Of too few observations, too, which PyTorch warns of."""
+    x = (5 * drawn(*shape)).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for correction in (0, 1, 7):
+            torch.testing.assert_close(
+                _covariance(x, correction=correction), x.cov(correction=correction), equal_nan=True
+            )
+        if dtype == torch.complex128:  # whose parts are cut off at one by themselves
+            assert _correlation(x) is None
+        else:
+            torch.testing.assert_close(_correlation(x), torch.corrcoef(x), equal_nan=True)
+
+
+def test_weighted_covariances_are_refused():
+    with pytest.raises(HapError, match="data-dependent control flow"):
+        capture(Twice(lambda y: torch.cov(y.t(), aweights=y[:, 0].square())), torch.zeros(ROWS))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

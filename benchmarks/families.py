@@ -1,12 +1,13 @@
-"""Which of Hugging Face's model families HAP trains as one device does: all of them, at a small size.
+"""Which of Hugging Face's model families, or of timm's, HAP trains as one device does: all of them, at a small size.
 
 Language models, classifiers of images, classifiers of texts: each family's own configuration with small sizes
 (``zoo_models/families``), in float64, one global batch of 4. Captured, then one step on three lockstep ranks under
 three plans: the batch dealt 2:1:1, and twice any strategies with any sizes, zeros included. Loss, every gradient and
 every buffer are compared with PyTorch's in one process. Where a gradient nearly cancels, PyTorch itself rounds to other
-digits with the batch in another order; so much is allowed, if it is little. A family that does not stand the sizes is
-not counted; what HAP refuses is told in its words. Each runs in a process of its own, limited in seconds and memory;
-one that fails, or is unequal, fails the run. With ``--only`` the other families stay as they were in the last result.
+digits of that tensor with the batch in other orders; so much is allowed, if it is little. A family that does not stand
+the sizes is not counted; what HAP refuses is told in its words. Each runs in a process of its own, limited in seconds
+and memory; one that fails, or is unequal, fails the run. With ``--only`` the other families stay as they were in the
+last result. ``--timm``: those of timm instead, which is to be installed for it (``zoo_models/timm_families``).
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import ROOT, Report, commit, parse
+from benchmarks.families_one import ROUNDINGS, TIMM, allowed
+from benchmarks.zoo_models import timm_families
 from benchmarks.zoo_models.equality import TOLERANCE
 from benchmarks.zoo_models.families import families
 
-NAME = "families"
-QUICK = ("llama", "mamba", "deepseek_v3", "vit", "xlnet")
+QUICK = ("llama", "mamba", "deepseek_v3", "vit", "xlnet", "test_vit", "test_resnet")
 DEADLINE_S, MOST_GIB = 240, 10
 JOBS = 2
-ROUNDINGS, MOST_ROUNDING = 4.0, 1e-8  # times what PyTorch is from itself, where that is no more than this
+TIMMS_WORDS = "have a model of up to 35 million parameters that stands small images"
 COLUMNS = ("for", "family", "nodes", "of products dealt out", "worst error", "own", "where")
 
 
@@ -60,32 +62,46 @@ class Row:
 
     @property
     def equal(self) -> bool:
-        rounding = ROUNDINGS * self.own if self.own <= MOST_ROUNDING else 0.0
-        return self.compared and self.error <= max(TOLERANCE, rounding)
+        return self.compared and self.error <= allowed(self.own)
+
+
+@dataclass(frozen=True)
+class Library:
+    """``families``: (what for, name) of each; ``result``: the name of the files; ``words``: what is said of them."""
+
+    package: str
+    result: str
+    words: str
+    families: tuple[tuple[str, str], ...]
+
+
+TIMMS = Library(TIMM, "families_timm", TIMMS_WORDS, tuple((TIMM, name) for name in timm_families.MODELS))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="NAMES", help="families, separated by commas")
-    options = parse(NAME, "Which of Hugging Face's model families HAP trains as one device does.", argv, parser)
-    names = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else ()
-    if unknown := set(names) - {name for _, name in families()}:
+    parser.add_argument("--timm", action="store_true", help="those of timm, not of Hugging Face's transformers")
+    options = parse("families", "Which of a library's model families HAP trains as one device does.", argv, parser)
+    of = TIMMS if options.extra.timm else Library("transformers", "families", "stand the small sizes", families())
+    quick = [name for name in QUICK if name in {known for _, known in of.families}]
+    names = options.extra.only.split(",") if options.extra.only else quick if options.quick else []
+    if unknown := set(names) - {name for _, name in of.families}:
         parser.error(f"no such family: {', '.join(sorted(unknown))}")
-    wanted = [(kind, name) for kind, name in families() if not names or name in names]
-    report = Report(NAME, "Model families of Hugging Face, equal to one device", options)
-    known, now = _known(options.out) if options.extra.only else {}, commit()
+    wanted = [(kind, name) for kind, name in of.families if not names or name in names]
+    report = Report(of.result, f"Model families of {of.package}, equal to one device", options)
+    known, now = _known(options.out / f"{of.result}.json") if options.extra.only else {}, commit()
     with ThreadPoolExecutor(JOBS) as pool:
         for number, row in enumerate(pool.map(lambda one: _row(*one), wanted), 1):
             known[row.kind, row.name] = replace(row, commit=now)
             print(f"{number}/{len(wanted)} {row.kind} {row.name}: {_said(row)}", file=sys.stderr, flush=True)
-    rows = [known[one] for one in families() if one in known]
-    _write(report, rows)
+    rows = [known[one] for one in of.families if one in known]
+    _write(report, of, rows)
     return 0 if all(row.equal or row.not_built or row.refused for row in rows) else 1
 
 
-def _known(out: Path) -> dict[tuple[str, str], Row]:
+def _known(path: Path) -> dict[tuple[str, str], Row]:
     """The families of the last result."""
-    path = out / f"{NAME}.json"
     rows = [Row(**case) for case in json.loads(path.read_text())["cases"]] if path.is_file() else []
     return {(row.kind, row.name): row for row in rows}
 
@@ -111,7 +127,7 @@ def _said(row: Row) -> str:
     return next(f"{what}: {why}" for what, why in told.items() if why)
 
 
-def _write(report: Report, rows: Sequence[Row]) -> None:
+def _write(report: Report, of: Library, rows: Sequence[Row]) -> None:
     equal, built = [r for r in rows if r.equal], [r for r in rows if not r.not_built]
     report.figure("families", len(rows))
     report.figure("families_built", len(built))
@@ -125,10 +141,10 @@ def _write(report: Report, rows: Sequence[Row]) -> None:
     if equal:
         report.figure("worst_error", max(r.error for r in equal))
     report.text(
-        f"transformers {version('transformers')}. Of {len(rows)} families {len(built)} stand the small sizes, and "
-        f"{len(equal)} of these are equal to one device within {TOLERANCE:g} of a tensor's largest element, or what "
-        "PyTorch differs from itself with the batch in reverse order (`own`), under a data-parallel and two random "
-        "plans."
+        f"{of.package} {version(of.package)}. Of {len(rows)} families {len(built)} {of.words}, and "
+        f"{len(equal)} of these are equal to one device within {TOLERANCE:g} of a tensor's largest element, or "
+        f"{ROUNDINGS:g} times what PyTorch differs from itself in that tensor with the batch in other orders (`own`), "
+        "under a data-parallel and two random plans."
     )
     commits = dict.fromkeys(str(r.commit) for r in rows)
     if len(commits) > 1:

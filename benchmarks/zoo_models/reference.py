@@ -117,8 +117,14 @@ def kept(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
-    """The largest error and where it is: of each tensor, relative to its own largest element; infinite if one is
-    missing.
+    """The largest of the ``errors``, and where it is."""
+    found_errors = errors(found, expected)
+    worst = max(found_errors, key=found_errors.__getitem__)
+    return found_errors[worst], worst
+
+
+def errors(found: Outcome, expected: Outcome) -> dict[str, float]:
+    """Of each tensor, relative to its own largest element; infinite if one is missing.
 
     Only a gradient that is zero in exact arithmetic (a bias in front of a batch norm, keys' bias in attention) has no
     size of its own: one below ``ZERO`` of the model's largest must be found below that, too, or its error is infinite.
@@ -128,7 +134,7 @@ def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
     for kind in ("gradients", "buffers"):
         mine, theirs = getattr(found, kind), getattr(expected, kind)
         if mine.keys() != theirs.keys():
-            return float("inf"), f"{kind} of {sorted(mine.keys() ^ theirs.keys())[:3]}"
+            return {f"{kind} of {sorted(mine.keys() ^ theirs.keys())[:3]}": float("inf")}
         pairs |= {name: (mine[name], theirs[name]) for name in theirs}
     rounding = dict.fromkeys(
         expected.gradients, ZERO * max(g.abs().max().item() for g in expected.gradients.values() if g.numel())
@@ -137,9 +143,7 @@ def worst_error(found: Outcome, expected: Outcome) -> tuple[float, str]:
         variance = expected.buffers.get(f"{name.removesuffix('running_mean')}running_var")
         if name.endswith("running_mean") and variance is not None:
             rounding[name] = ZERO * variance.max().item() ** 0.5
-    errors = {name: _error(a, b, rounding.get(name, 0.0)) for name, (a, b) in pairs.items()}
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
+    return {name: _error(a, b, rounding.get(name, 0.0)) for name, (a, b) in pairs.items()}
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> float:

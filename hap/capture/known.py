@@ -28,7 +28,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hap.capture.outside import Outside
-from hap.capture.torch_private import ValuesWanted, as_constant, has_values, is_alias, untraced
+from hap.capture.torch_private import ValuesWanted, as_constant, as_list, has_values, is_alias, untraced
 
 MOST = 1 << 16  # elements: larger ones are hardly read
 _READING = frozenset({"item", "tolist", "is_nonzero", "equal", "allclose", "__contains__", "__format__"})
@@ -89,6 +89,8 @@ class Known:
             return array
         if given is not None and name == "__iter__":
             return iter(self.call(torch.Tensor.unbind, args, kwargs))
+        if func is torch.Tensor.tolist:
+            func = as_list
         before = [(t, t._version) for t in _tensors((args, kwargs))] if given is not None else []
         try:
             found = func(*args, **kwargs)

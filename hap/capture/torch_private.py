@@ -59,10 +59,11 @@ from torch.utils.checkpoint import CheckpointFunction
 from hap.errors import CaptureError
 
 __all__ = [
-    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "get_decompositions", "has_values",
-    "is_alias", "is_fake", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
+    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "get_decompositions",
+    "has_values", "is_alias", "is_fake", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
 ]  # fmt: skip
 
+_OWN_LIST = FunctionalTensor.tolist
 ValuesWanted = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -125,6 +126,11 @@ def untraced() -> Iterator[None]:
     """Inside of a trace: what is called here is computed, and nobody sees it."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
+
+
+def as_list(tensor: torch.Tensor) -> Any:
+    """Inside of a trace: what wants the values of a traced tensor, and raises ``ValuesWanted``."""
+    return _OWN_LIST(tensor) if isinstance(tensor, FunctionalTensor) else tensor.tolist()
 
 
 def as_constant(value: torch.Tensor) -> torch.Tensor:
@@ -253,12 +259,11 @@ def _without_reentry() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seen_lists() -> Iterator[None]:
-    own = FunctionalTensor.tolist
     FunctionalTensor.tolist = torch.Tensor.tolist  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FunctionalTensor.tolist = own  # type: ignore[method-assign]
+        FunctionalTensor.tolist = _OWN_LIST  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -248,12 +248,16 @@ def by_a_slice(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.sum() * torch.arange(N)[: (x[0, 0] > 0).long()].sum()
 
 
+def by_a_list(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y.sum() * sum(x.round().long()[0].tolist())
+
+
 def by_an_array(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.sum() * float(x.numpy().sum())
 
 
 CHANGED = (by_input, by_a_view, by_data, by_data_kept, by_what_is_detached, by_out, by_a_function_in_place)
-UNKNOWN = (by_a_cast, by_filling, by_a_draw, by_a_draw_like, by_dropout, by_memory_as_it_was, by_a_slice)
+UNKNOWN = (by_a_cast, by_filling, by_a_draw, by_a_draw_like, by_dropout, by_memory_as_it_was, by_a_slice, by_a_list)
 
 
 @pytest.mark.parametrize("then", [*CHANGED, *UNKNOWN])

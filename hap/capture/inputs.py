@@ -83,7 +83,10 @@ def _check_inputs(inputs: StepInputs) -> None:
     seen: dict[str, torch.Tensor] = {}
     for path, tensor in inputs.named:
         if tensor.requires_grad:
-            raise CaptureError(f"input {path} requires grad; HAP computes gradients of parameters only: detach it")
+            raise CaptureError(
+                f"input {path} requires grad; HAP computes gradients of parameters only: detach it, and if the model "
+                "differentiates by it, let the forward pass call its requires_grad_()"
+            )
         if tensor.layout != torch.strided:
             raise CaptureError(f"input {path} has layout {tensor.layout}; HAP takes dense tensors")
         if path in seen:

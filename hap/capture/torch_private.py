@@ -201,7 +201,14 @@ def trace_joint(
     placeholders = tuple((n, _input_role(n.meta["desc"])) for n in nodes if n.op == "placeholder")
     (output,) = (n for n in nodes if n.op == "output")
     described = zip(output.args[0], output.meta["desc"], strict=True)
-    return JointTrace(module, placeholders, tuple((n, _output_role(d)) for n, d in described if n is not None))
+    wanted = ((n, d) for n, d in described if n is not None and not _is_of_input(d))
+    return JointTrace(module, placeholders, tuple((n, _output_role(d)) for n, d in wanted))
+
+
+def _is_of_input(descriptor: Any) -> bool:
+    """Whether it is a gradient that ends in an input's ``.grad``: of one that the forward pass told to need gradients,
+    since it asks for them itself."""
+    return isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput)
 
 
 @contextlib.contextmanager

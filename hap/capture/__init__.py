@@ -112,6 +112,8 @@ def _trace(
     outside: Outside | None,
 ) -> Graph:
     """The graph as traced, before it is cleaned."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise CaptureError(f"{name} deals out the batch by itself, as HAP does: give HAP its .module")
     state = model_state(model)
     outside, hooks = outside or Outside.of(model, state), hooks_of(state.parameters)
     fakes = Fakes()

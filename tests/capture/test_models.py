@@ -303,3 +303,30 @@ def test_modules_and_phases_of_the_calls() -> None:
         if any(v.node in reached for v in node.inputs):
             reached.add(node.name)
     assert {n.name for n in graph.nodes if n.phase == "backward"} == reached
+
+
+class Ranges(nn.Module):
+    """Says to profilers where it is, as ``nn.DataParallel`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("first"):
+            x = self.first(x)
+            with torch.autograd.profiler.record_function("second"):
+                x = self.second(x.tanh())
+        return x.square().sum()
+
+
+def test_ranges_for_profilers_are_no_calls() -> None:
+    graph = assert_equals_eager(Ranges().double(), torch.randn(4, 6, dtype=torch.float64))
+    assert not [n for n in graph.nodes if "profiler" in n.op]
+
+
+def test_a_module_in_data_parallel_is_what_it_is() -> None:
+    layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh()).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    graph = capture(nn.Sequential(nn.DataParallel(layers)), x, loss_fn=lambda y: y.square().sum())
+    assert list(graph.gradients) == ["0.module.0.weight", "0.module.0.bias"]

@@ -193,6 +193,10 @@ def test_a_buffer_replaced_by_another_shape() -> None:
     assert "replaces buffer memory by a tensor of another shape" in refusal(Block(grows))
 
 
+def test_who_deals_out_the_batch_already() -> None:
+    assert refusal(nn.DataParallel(nn.Linear(3, 3)), loss_fn=total).endswith("give HAP its .module")
+
+
 def test_operators_without_graph_form() -> None:
     def strided(module: Block, y: torch.Tensor) -> torch.Tensor:
         return torch.as_strided(y, (2, 2), (1, 1)).sum()

@@ -74,7 +74,14 @@ def test_a_crash_fails_the_run_and_an_unknown_name_is_refused(monkeypatch, tmp_p
 
 @pytest.mark.parametrize(
     ("error", "own", "equal"),
-    [(9e-11, 0.0, True), (3e-9, 0.0, False), (3e-9, 3e-9, True), (3e-8, 3e-9, False), (1e-3, 1e-3, False)],
+    [
+        (9e-11, 0.0, True),
+        (3e-9, 0.0, False),
+        (3e-9, 3e-9, True),
+        (3e-8, 3e-9, False),
+        (3e-9, 1.0, True),
+        (1e-3, 1e-3, False),
+    ],
 )
 def test_no_more_is_allowed_than_pytorch_rounds_itself(error, own, equal):
     assert Row("images", "swiftformer", error=error, own=own).equal is equal

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import hessian, vmap
 from torch.nn import functional
 
 from hap.capture import capture
@@ -138,25 +139,23 @@ def changed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return squared(y) * t.sum().item() * rest.detach().sum().item()
 
 
-@pytest.mark.parametrize(
-    "then",
-    [
-        branch,
-        ordered,
-        loop,
-        pieces,
-        slices,
-        sizes,
-        triangle,
-        masks,
-        written,
-        places,
-        selected,
-        repeated,
-        classes,
-        changed,
-    ],
-)
+def differentiated(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Constants of a function that is differentiated, sample by sample, one of which outlives it."""
+    kept = list[torch.Tensor]()
+
+    def of(row: torch.Tensor) -> torch.Tensor:
+        weights = torch.arange(float(N), dtype=row.dtype) * 2
+        kept.append(weights)
+        picked = row[weights > 3].pow(3).sum() if weights.mean() > 0 else row.sum()
+        return picked * int(weights.sum().item())
+
+    return squared(y * vmap(hessian(of))(x).sum(1)) * kept[0].sum().item()
+
+
+KNOWN = (branch, ordered, loop, pieces, slices, sizes, triangle, masks, written, places, selected, repeated, classes)
+
+
+@pytest.mark.parametrize("then", [*KNOWN, strided, changed, differentiated])
 def test_what_follows_from_constants_is_known(then: Then) -> None:
     assert_equals_eager(*small(then))
 

@@ -135,12 +135,12 @@ class Known:
             value = _computed(func, *given)
         except RuntimeError:  # of 16 bits, say, for which a CPU lacks some functions: traced it is, but not known
             return
-        for changed, version in before:
-            for one, tensor in self._sharing(changed) if changed._version != version else ():
-                if not is_alias(changed, tensor):
-                    del self._values[id(tensor)]
-                elif one.version == version:  # they count together
+        for changed in (t for t, version in before if t._version != version):
+            for one, tensor in self._sharing(changed):
+                if is_alias(changed, tensor):
                     one.version = tensor._version
+                else:  # as values they share memory, as they are traced they do not
+                    del self._values[id(tensor)]
         for tensor, own in zip(made, _tensors(value), strict=False):
             self._keep(tensor, own)
 

@@ -105,7 +105,7 @@ def _check_effects(trace: JointTrace) -> None:
             module = fx_node.meta.get("custom", {}).get(MODULE_KEY, "")
             raise CaptureError(
                 f"module {module!r} calls {fx_node.args[1]}, which acts on values while the program runs: use a form "
-                "that does not check them, such as torch.linalg.inv_ex for inv"
+                "that does not check them, such as torch.linalg.lu_factor_ex for lu_factor"
             )
 
 

@@ -9,6 +9,8 @@
 - What is written on a diagonal, in place, is ``where``; PyTorch writes through the memory's strides.
 - Covariances, and correlations, look whether there are observations enough, which is a matter of shapes where none is
   weighted. With weights they are left, and refused.
+- Decompositions, inverses and solutions of linear systems look whether the matrix has one, and raise an error if not.
+  Here what there is none of is NaN.
 - The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
 - Padding by reflection or by the last value takes the first dim for the batch, or none where there are no more dims
   than channels and places: sequences are then the channels. That is how ``torch.stft`` pads them. Here they come first.
@@ -171,6 +173,23 @@ def _correlation(input: torch.Tensor) -> torch.Tensor | None:
     return (found / deviation[:, None] / deviation).clip(-1, 1)
 
 
+def _cholesky(A: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
+    return _or_nan(*torch.linalg.cholesky_ex(A, upper=upper))
+
+
+def _inverse(A: torch.Tensor) -> torch.Tensor:
+    return _or_nan(*torch.linalg.inv_ex(A))
+
+
+def _solution(A: torch.Tensor, B: torch.Tensor, *, left: bool = True) -> torch.Tensor:
+    return _or_nan(*torch.linalg.solve_ex(A, B, left=left))
+
+
+def _or_nan(found: torch.Tensor, failed: torch.Tensor) -> torch.Tensor:
+    """``failed`` (...) says of every matrix of ``found`` (..., n, m), or vector (..., n), where there is none."""
+    return torch.where(failed.view(*failed.shape, *(1,) * (found.dim() - failed.dim())) == 0, found, math.nan)
+
+
 def _gaussian_nll(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -291,6 +310,11 @@ _INSTEAD: Mapping[Any, Instead] = {
     torch.cov: _covariance,
     torch.Tensor.corrcoef: _correlation,
     torch.corrcoef: _correlation,
+    torch.linalg.cholesky: _cholesky,
+    torch.linalg.inv: _inverse,
+    torch.inverse: _inverse,
+    torch.Tensor.inverse: _inverse,
+    torch.linalg.solve: _solution,
     torch.Tensor.stft: _stft,
     torch.stft: _stft,
     functional.pad: _padded,

@@ -6,6 +6,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
+from hap.capture import capture, interpret, source_values
+from hap.graph import Value
 from tests.zoo.layers import BATCH, WIDTH, Model, NormOfChannels, case, on_one, worst
 from tests.zoo.lockstep import TOLERANCE
 
@@ -17,6 +19,16 @@ COLUMNS = torch.tensor([True, False, True, True, False, False])
 
 def squares(outer):
     return outer.unsqueeze(1) * outer.unsqueeze(2)
+
+
+def regular(y):
+    """Of every row a matrix that has an inverse, and is positive definite."""
+    return squares(y) * 0.1 + torch.eye(WIDTH, dtype=y.dtype)
+
+
+def whitened(y):
+    apart = y - y.mean(0)
+    return torch.linalg.solve_triangular(torch.linalg.cholesky(regular(apart).mean(0)), apart.t(), upper=False).t()
 
 
 def written(index, value):
@@ -91,6 +103,12 @@ FUNCTIONS = {
     "triu_indices": lambda y: squares(y)[:, *torch.triu_indices(WIDTH, WIDTH, 1)],
     "tangents": lambda y: torch.func.jvp(lambda x: functional.linear(x, y[:WIDTH], y[0]).tanh(), (y,), (y.sin(),))[1],
     "jacobians in forward mode": lambda y: torch.func.vmap(torch.func.jacfwd(lambda x: functional.linear(x, MIX)))(y),
+    "inverses": lambda y: torch.linalg.inv(regular(y)) + regular(y).inverse() + torch.inverse(regular(y).sum(0)),
+    "cholesky": lambda y: torch.linalg.cholesky(regular(y)) + torch.linalg.cholesky(regular(y).mean(0), upper=True),
+    "solutions": lambda y: torch.linalg.solve(regular(y), y.unsqueeze(-1) * y[:, :2].unsqueeze(1), left=True),
+    "solutions of rows": lambda y: torch.linalg.solve(regular(y), y.unsqueeze(1), left=False),
+    "solutions of vectors": lambda y: torch.linalg.solve(regular(y), y) + torch.linalg.solve(regular(y).sum(0), y[0]),
+    "features that are whitened": whitened,
     "inv_ex": lambda y: torch.linalg.inv_ex(squares(y) * 0.1 + torch.eye(WIDTH, dtype=y.dtype)).inverse,
 }
 
@@ -151,3 +169,31 @@ def test_layers_of_two_tensors(name):
     torch.manual_seed(0)
     make, then = CELLS[name]
     assert worst(case(Model(then, make()))) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        torch.linalg.inv,
+        torch.linalg.cholesky,
+        lambda a: torch.linalg.solve(a, a),
+        lambda a: torch.linalg.solve(a, a[..., 0]),
+    ],
+)
+def test_where_a_matrix_has_no_inverse_it_is_nan_and_others_are_as_they_are(of):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, a):
+            return of(a * self.scale).sum()
+
+    matrices = torch.stack([3 * torch.eye(2), torch.zeros(2, 2)]).double()
+    model = Scaled()
+    graph = capture(model, matrices)
+    (made,) = (n.name for n in graph.nodes if n.op == "aten.where.self" and n.phase == "forward")
+    found = interpret(graph, source_values(graph, model, matrices))[Value(made)]
+    assert torch.equal(found[0], of(matrices[0])) and found[1].isnan().all()
+    with pytest.raises(torch.linalg.LinAlgError):
+        of(matrices[1])

@@ -73,7 +73,8 @@ class Respelled(TorchFunctionMode):
         if any(isinstance(a, Selected) for a in (*args, *kwargs.values())):
             return Selected.__torch_function__(func, types, args, kwargs)
         asked = (args[1:], kwargs) if self._as_places and func in _READ_BY_MASK else (args, kwargs)
-        found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD and not self._known.all_of(asked) else None
+        has_size = func in _SIZED_BY_VALUES and self._known.all_of(asked)
+        found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD and not has_size else None
         if found is None:
             found = self._known.call(func, args, kwargs)
             self._sames.note(func, args, kwargs, found)
@@ -294,6 +295,8 @@ def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int]
 
 _READ_BY_MASK = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
 _BY_MASK = (*_READ_BY_MASK, torch.Tensor.__setitem__)
+_FINDING = (torch.Tensor.nonzero, torch.nonzero, torch.Tensor.argwhere, torch.argwhere, torch.where)
+_SIZED_BY_VALUES = (*_READ_BY_MASK, *_FINDING)  # what they make, unless that is known
 _SELECTING = (torch.Tensor.index_select, torch.index_select)
 _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.__getitem__: _read,

@@ -26,6 +26,10 @@ def regular(y):
     return squares(y) * 0.1 + torch.eye(WIDTH, dtype=y.dtype)
 
 
+def normal(mean, covariance):
+    return torch.distributions.MultivariateNormal(mean, covariance_matrix=covariance)
+
+
 def whitened(y):
     apart = y - y.mean(0)
     return torch.linalg.solve_triangular(torch.linalg.cholesky(regular(apart).mean(0)), apart.t(), upper=False).t()
@@ -109,6 +113,8 @@ FUNCTIONS = {
     "solutions of rows": lambda y: torch.linalg.solve(regular(y), y.unsqueeze(1), left=False),
     "solutions of vectors": lambda y: torch.linalg.solve(regular(y), y) + torch.linalg.solve(regular(y).sum(0), y[0]),
     "features that are whitened": whitened,
+    "normal in many dims": lambda y: normal(y, torch.eye(WIDTH, dtype=y.dtype)).log_prob(y.flip(1)),
+    "normal by a covariance": lambda y: normal(y[0], regular(y).mean(0)).log_prob(y),
     "inv_ex": lambda y: torch.linalg.inv_ex(squares(y) * 0.1 + torch.eye(WIDTH, dtype=y.dtype)).inverse,
 }
 

@@ -6,6 +6,7 @@
 - A bag of embeddings, where all bags have one size, is a sum, mean or maximum over gathered rows. As a call of its own
   it says where each bag begins, among all of them. Bags that begin where a tensor says are left, and refused.
 - The CTC loss keeps a table whose size values tell: ``hap.ctc``.
+- Distances of all pairs of rows are those of all rows to all, above the diagonal.
 - What is written on a diagonal, in place, is ``where``; PyTorch writes through the memory's strides.
 - Covariances, and correlations, look whether there are observations enough, which is a matter of shapes where none is
   weighted. With weights they are left, and refused.
@@ -131,6 +132,15 @@ def _bag(
         return torch.where(counts.any(1), most, 0.0)
     total = torch.where(counts, rows, 0.0).sum(1)
     return total if mode == "sum" else total / counts.sum(1).clamp(min=1)
+
+
+def _pair_distances(input: torch.Tensor, p: float = 2.0) -> torch.Tensor | None:
+    """``input`` (rows, columns) -> (pairs,)."""
+    if input.dim() != 2:
+        return None
+    n, exact = input.shape[0], "donot_use_mm_for_euclid_dist"
+    first, second = torch.triu_indices(n, n, 1, device=input.device)
+    return torch.cdist(input, input, p, compute_mode=exact)[first, second]
 
 
 def _fill_diagonal(x: torch.Tensor, fill_value: bool | int | float, wrap: bool = False) -> torch.Tensor | None:
@@ -308,6 +318,7 @@ _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.argwhere: _places,
     torch.argwhere: _places,
     torch.where: _where,
+    torch.pdist: _pair_distances,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
     torch.Tensor.cov: _covariance,
     torch.cov: _covariance,

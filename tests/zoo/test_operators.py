@@ -107,6 +107,7 @@ FUNCTIONS = {
     "triu_indices": lambda y: squares(y)[:, *torch.triu_indices(WIDTH, WIDTH, 1)],
     "tangents": lambda y: torch.func.jvp(lambda x: functional.linear(x, y[:WIDTH], y[0]).tanh(), (y,), (y.sin(),))[1],
     "jacobians in forward mode": lambda y: torch.func.vmap(torch.func.jacfwd(lambda x: functional.linear(x, MIX)))(y),
+    "distances of pairs": lambda y: torch.pdist(y).square().neg().exp().mean().log() + functional.pdist(y.T, 1.0).sum(),
     "inverses": lambda y: torch.linalg.inv(regular(y)) + regular(y).inverse() + torch.inverse(regular(y).sum(0)),
     "cholesky": lambda y: torch.linalg.cholesky(regular(y)) + torch.linalg.cholesky(regular(y).mean(0), upper=True),
     "solutions": lambda y: torch.linalg.solve(regular(y), y.unsqueeze(-1) * y[:, :2].unsqueeze(1), left=True),

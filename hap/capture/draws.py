@@ -159,11 +159,18 @@ def _randperm(draws: _Draws) -> Value:
 
 
 def _rrelu(draws: _Draws) -> tuple[Value, Value]:
-    """``(x, noise, lower, upper)``: the output, and the slopes."""
+    """``(x, noise, lower, upper, training)``: the output, and the slopes, which in evaluation are all their mean."""
     x, lower, upper = draws.argument(0), float(draws.argument(2, 1 / 8)), float(draws.argument(3, 1 / 3))
-    slopes = draws.moved(draws.drawn("rand", draws.out), upper - lower, lower)
-    dtype = draws.out.dtype
-    one = draws.call("aten.full.default", ((), 1.0), TensorMeta((), dtype), kwargs=(("dtype", dtype),))
+
+    def number(value: float) -> Value:
+        meta = TensorMeta((), draws.out.dtype)
+        return draws.call("aten.full.default", ((), value), meta, kwargs=(("dtype", meta.dtype),))
+
+    if draws.argument(4, False):
+        slopes = draws.moved(draws.drawn("rand", draws.out), upper - lower, lower)
+    else:
+        slopes = number((lower + upper) / 2)
+    one = number(1.0)
     negative = draws.call("aten.le.Scalar", (x, 0), TensorMeta(draws.out.shape, torch.bool))
     slope = draws.call("aten.where.self", (negative, slopes, one), draws.out)
     return draws.call("aten.mul.Tensor", (x, slope), draws.out), slope

@@ -12,6 +12,7 @@
   weighted. With weights they are left, and refused.
 - Decompositions, inverses and solutions of linear systems look whether the matrix has one, and raise an error if not.
   Here what there is none of is NaN.
+- The margin loss of several labels, as PyTorch takes it apart, counts places behind the last label as the first class.
 - The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
 - Padding by reflection or by the last value takes the first dim for the batch, or none where there are no more dims
   than channels and places: sequences are then the channels. That is how ``torch.stft`` pads them. Here they come first.
@@ -201,6 +202,28 @@ def _or_nan(found: torch.Tensor, failed: torch.Tensor) -> torch.Tensor:
     return torch.where(failed.view(*failed.shape, *(1,) * (found.dim() - failed.dim())) == 0, found, math.nan)
 
 
+def _multilabel_margin(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> torch.Tensor | None:
+    """``input`` (rows, classes), ``target`` (rows, classes): labels, and -1 behind the last one; or of one row."""
+    if size_average is not None or reduce is not None or reduction not in ("none", "mean", "sum"):
+        return None
+    rows, labels = torch.atleast_2d(input), torch.atleast_2d(target)
+    classes = torch.arange(rows.shape[1], device=input.device)
+    ends = torch.where(labels == -1, classes, rows.shape[1]).amin(1, keepdim=True)
+    counts = classes < ends  # (rows, places)
+    of_label = rows.gather(1, torch.where(counts, labels, 0))
+    is_label = (torch.where(counts, labels, -1).unsqueeze(2) == classes).any(1)  # (rows, classes)
+    short = (1 - of_label.unsqueeze(2) + rows.unsqueeze(1)).clamp(min=0) / rows.shape[1]
+    loss = torch.where(counts.unsqueeze(2) & ~is_label.unsqueeze(1), short, 0.0).sum((1, 2))
+    loss = loss if input.dim() == 2 else loss.squeeze(0)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
 def _gaussian_nll(
     input: torch.Tensor,
     target: torch.Tensor,
@@ -338,4 +361,5 @@ _INSTEAD: Mapping[Any, Instead] = {
     functional.ctc_loss: ctc_loss,
     functional.embedding_bag: _bag,
     functional.gaussian_nll_loss: _gaussian_nll,
+    functional.multilabel_margin_loss: _multilabel_margin,
 }

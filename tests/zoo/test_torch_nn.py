@@ -233,6 +233,25 @@ def test_it_equals_one_device(name):
     assert worst(case(Model(on_one, make()), shape)) <= TOLERANCE
 
 
+@pytest.mark.parametrize("limits", [(), (0.1, 0.3)])
+def test_slopes_in_evaluation_are_their_mean(limits):
+    found = case(Model(on_one, nn.RReLU(*limits)))
+    found.model.layer.eval()
+    assert worst(found) <= TOLERANCE
+    assert worst(case(Model(lambda y: functional.rrelu(y, *limits)))) <= TOLERANCE
+
+
+SOME = torch.tensor([[0, 2, -1, 1, 1, 1], [5, -1, 0, 0, 0, 0], [-1] * 6, [3, 1, 4, 0, 2, 5]]).repeat(2, 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_several_labels_of_which_there_may_be_none(reduction):
+    """What lies behind the first -1 counts for nothing."""
+    loss = nn.MultiLabelMarginLoss(reduction=reduction)
+    assert worst(case(Model(lambda y: loss(y, SOME)))) <= TOLERANCE
+    assert worst(case(Model(lambda y: loss(y[0], SOME[0]) + y))) <= TOLERANCE
+
+
 def test_random_slopes():
     """Between an eighth and a third, alike however they are cut; their gradient is the slope."""
     torch.manual_seed(0)

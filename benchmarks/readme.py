@@ -100,11 +100,20 @@ def zoo(body: Body) -> str:
 
 def families(body: Body) -> str:
     """Equal to one device, of how many that could be built small; which are refused."""
+    return _families(body, "families", "model families of Hugging Face transformers", "stand small sizes")
+
+
+def families_timm(body: Body) -> str:
+    """The same of timm's."""
+    return _families(body, "families_timm", "kinds of timm's vision models", "stand small images")
+
+
+def _families(body: Body, name: str, many: str, small: str) -> str:
     f = body["figures"]
     words = (
-        f"Of {f['families']:.0f} model families of Hugging Face transformers {f['families_built']:.0f} stand small "
-        f"sizes; {f['families_equal']:.0f} of these are equal to one device under uneven data-parallel and random "
-        f"plans in float64 (largest relative difference {f['worst_error']:.1e}), {f['families_not_equal']:.0f} are not."
+        f"Of {f['families']:.0f} {many} {f['families_built']:.0f} {small}; {f['families_equal']:.0f} of these are "
+        "equal to one device under uneven data-parallel and random plans in float64 (largest relative difference "
+        f"{f['worst_error']:.1e}), {f['families_not_equal']:.0f} are not."
     )
     if refused := [case["name"] for case in body["cases"] if case["refused"]]:
         words += f" Refused, each in a line: {', '.join(refused)}."
@@ -114,8 +123,8 @@ def families(body: Body) -> str:
             failed.setdefault(case["failed"], []).append(case["name"])
     words += "".join(f" Not compared, as {why}: {', '.join(names)}." for why, names in failed.items())
     runs = len({case["commit"] for case in body["cases"]})
-    several = {"command": f"python benchmarks/families.py, {runs} runs, the last"} if runs > 1 else {}
-    return f"{words}\n\n{_source('families', {**body, **several})}"
+    several = {"command": f"{body['command'].partition(' --only')[0]}, {runs} runs, the last"} if runs > 1 else {}
+    return f"{words}\n\n{_source(name, {**body, **several})}"
 
 
 def planning(body: Body) -> str:
@@ -210,6 +219,7 @@ SECTIONS: Mapping[str, Callable[[Body], str]] = {
     "diagnose": diagnose,
     "zoo": zoo,
     "families": families,
+    "families_timm": families_timm,
     "planning": planning,
     "planning_quick": planning_quick,
     "planning_proofs": planning_proofs,

@@ -16,6 +16,7 @@ from hap.rules.choices import choices
 from hap.runtime.lockstep import run_lockstep
 from tests._support.plans import make_plan, sizes_for
 from tests._support.torch_release import TORCH
+from tests.capture.equality import assert_equals_eager
 from tests.zoo.layers import BATCH, WIDTH, Model, case, on_one, worst
 from tests.zoo.lockstep import TOLERANCE, batch_strategies, drawn, labels
 
@@ -231,6 +232,14 @@ def test_it_equals_one_device(name):
     torch.manual_seed(0)
     make, shape = LAYERS[name]
     assert worst(case(Model(on_one, make()), shape)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in NEWER])
+def test_in_evaluation_it_is_as_pytorch_has_it(name):
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    model = Model(on_one, make()).double().eval()
+    assert_equals_eager(model, drawn(*shape), loss_fn=lambda made: made.square().sum() / 7)
 
 
 @pytest.mark.parametrize("limits", [(), (0.1, 0.3)])

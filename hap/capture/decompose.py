@@ -70,6 +70,10 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     table[aten._trilinear.default] = _trilinear
     table[aten._weight_norm_interface_backward.default] = _weight_norm_backward
     table[aten.copy.default] = _copy
+    table[aten.nansum.default] = _nansum
+    table[aten.aminmax.default] = _aminmax
+    table[aten.ldexp.Tensor] = _ldexp
+    table[aten.round.decimals] = _round
     table[aten.diagonal_copy.default] = _diagonal_copy
     table[aten.empty.memory_format] = _empty
     table[aten.empty_like.default] = _empty_like
@@ -178,6 +182,26 @@ def _weight_norm_backward(
     norms = norms.to(g.dtype)
     along = torch.sum(grad * v, others, keepdim=True)
     return (g / norms) * (grad - v * (along / (norms * norms))), along / norms
+
+
+def _nansum(
+    x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    return torch.where(x.isnan(), 0, x).sum(None if dim is None else list(dim), keepdim, dtype=dtype)
+
+
+def _aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = () if dim is None else (dim,)
+    return x.amin(dims, keepdim), x.amax(dims, keepdim)
+
+
+def _ldexp(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return x * torch.pow(2.0, other)
+
+
+def _round(x: torch.Tensor, *, decimals: int) -> torch.Tensor:
+    power = 10.0 ** abs(decimals)
+    return (x * power).round() / power if decimals >= 0 else (x / power).round() * power
 
 
 def _diagonal_copy(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:

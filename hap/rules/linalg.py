@@ -74,6 +74,8 @@ def distances_backward(call: Call) -> Iterator[Row]:
 RULES: Mapping[str, Rule] = {
     "aten.linalg_inv_ex.default": batched(2),
     "aten.linalg_cholesky_ex.default": batched(2),
+    "aten.cholesky_inverse.default": batched(2),
+    "aten.cholesky_solve.default": batched(2, 2, linear="PR"),
     "aten.linalg_qr.default": batched(2),
     "aten._linalg_eigh.default": batched(2),
     "aten._linalg_svd.default": batched(2),

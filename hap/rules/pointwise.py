@@ -203,6 +203,8 @@ RULES: Mapping[str, Rule] = {
     **_named("full.default", full),
     **_named("new_full.default", new_full),
     **_named("scalar_tensor.default", scalar),
-    **_named("arange.default arange.start arange.start_step eye.default linspace.default logspace.default", whole),
+    **_named(
+        "arange.default arange.start arange.start_step eye.default eye.m linspace.default logspace.default", whole
+    ),
     **_named("tril_indices.default triu_indices.default", whole),
 }

@@ -185,16 +185,18 @@ def _correlation(input: torch.Tensor) -> torch.Tensor | None:
     return (found / deviation[:, None] / deviation).clip(-1, 1)
 
 
-def _cholesky(A: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
-    return _or_nan(*torch.linalg.cholesky_ex(A, upper=upper))
+def _cholesky(A: torch.Tensor, *, upper: bool = False, out: torch.Tensor | None = None) -> torch.Tensor | None:
+    return _or_nan(*torch.linalg.cholesky_ex(A, upper=upper)) if out is None else None
 
 
-def _inverse(A: torch.Tensor) -> torch.Tensor:
-    return _or_nan(*torch.linalg.inv_ex(A))
+def _inverse(input: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
+    return _or_nan(*torch.linalg.inv_ex(input)) if out is None else None
 
 
-def _solution(A: torch.Tensor, B: torch.Tensor, *, left: bool = True) -> torch.Tensor:
-    return _or_nan(*torch.linalg.solve_ex(A, B, left=left))
+def _solution(
+    A: torch.Tensor, B: torch.Tensor, *, left: bool = True, out: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    return _or_nan(*torch.linalg.solve_ex(A, B, left=left)) if out is None else None
 
 
 def _or_nan(found: torch.Tensor, failed: torch.Tensor) -> torch.Tensor:
@@ -348,7 +350,7 @@ _INSTEAD: Mapping[Any, Instead] = {
     torch.Tensor.corrcoef: _correlation,
     torch.corrcoef: _correlation,
     torch.linalg.cholesky: _cholesky,
-    torch.linalg.inv: _inverse,
+    torch.linalg.inv: lambda A, *, out=None: _inverse(A, out=out),
     torch.inverse: _inverse,
     torch.Tensor.inverse: _inverse,
     torch.linalg.solve: _solution,

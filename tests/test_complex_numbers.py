@@ -69,20 +69,33 @@ class Parts(nn.Module):
         return mixed + torch.complex(h, x).abs() + torch.polar(h, x).imag + (torch.complex(x, h).conj() * h).imag
 
 
+class Turned(nn.Module):
+    """Complex numbers of Python's own beside complex tensors: their conjugates are autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        z = torch.exp(1j * h) * 1j + torch.complex(h, x) / (2 + 1j) - 0.5j
+        return (z * z.conj()).real + z.imag
+
+
 def case(kind: type[nn.Module]) -> Case:
     torch.manual_seed(0)
     shape = (6, 4, 8) if kind is Rotary else (6, 8, 8) if kind is Fourier else (6, 4, 6)
     return Case(kind().double(), drawn(*shape), F.mse_loss, drawn(*shape, seed=1))
 
 
-@pytest.mark.parametrize("kind", [Rotary, Fourier, Parts])
+@pytest.mark.parametrize("kind", [Rotary, Fourier, Parts, Turned])
 def test_any_strategies_equal_one_device(kind: type[nn.Module]) -> None:
     for seed in range(3):
         error, where = random_error(case(kind), seed)
         assert error <= TOLERANCE, where
 
 
-@pytest.mark.parametrize("kind", [Rotary, Fourier, Parts])
+@pytest.mark.parametrize("kind", [Rotary, Fourier, Parts, Turned])
 def test_a_graph_has_no_marks_of_conjugates(kind: type[nn.Module]) -> None:
     made = case(kind)
     graph = assert_equals_eager(made.model, made.inputs, loss_fn=made.loss_fn, targets=made.targets)

@@ -23,6 +23,7 @@ from hap.graph import Graph, Node, TensorMeta, Value, values_in
 OUTPUT = "<output>."  # no module's name
 _LARGEST_CONSTANT = 1 << 20  # elements; the graph is hashed, compared and printed
 _NEUTRAL_FORMATS = (torch.contiguous_format, torch.preserve_format)
+_CONJUGATES = ("aten._conj.default", "aten.conj_physical.default")
 _STRIDED = ("aten.as_strided", "aten.as_strided_scatter", "aten.as_strided_copy", "aten.set_")
 
 
@@ -151,7 +152,9 @@ class _Converter:
             return  # a branch of a higher-order operator, or a generator: refused where it is called
         _check_constant(tensor)
         self.built_in.append(tensor)
-        content = tensor.detach().cpu().contiguous()
+        self._keep(fx_node, tensor.detach().cpu().contiguous())
+
+    def _keep(self, fx_node: Any, content: torch.Tensor) -> None:
         key = hashlib.sha256(repr((content.dtype, content.shape, content.tolist())).encode()).hexdigest()
         if key not in self._by_content:
             target = f"constant_{len(self.constants)}"
@@ -172,6 +175,11 @@ class _Converter:
         if op.namespace == "profiler":  # where a range that a profiler shows begins, and ends
             return
         name = f"{op.namespace}.{op._schema.name.split('::')[1]}.{op._overloadname}"
+        if name in _CONJUGATES and isinstance(
+            fx_node.args[0], complex
+        ):  # autograd's, of a number that a call was given
+            self._keep(fx_node, torch.tensor(fx_node.args[0].conjugate(), dtype=fx_node.meta["val"].dtype))
+            return
         if name.rpartition(".")[0] in _STRIDED:
             raise CaptureError(
                 f"module {module!r} calls {name}, whose result depends on memory layout: use view or slices"

@@ -41,13 +41,15 @@ COLUMNS = ("for", "family", "nodes", "of products dealt out", "worst error", "ow
 
 @dataclass(frozen=True)
 class Row:
-    """Of one family: ``error`` relative to one device, at most, and the tensor that has it; or why there is none.
-    ``own``: how far PyTorch is from itself, where it was asked."""
+    """Of one family: ``error`` relative to one device, and the tensor that has it, which is furthest from what is
+    allowed; or why there is none. ``largest``: of all tensors, where that may be another. ``own``: how far PyTorch is
+    from itself in that one, where it was asked."""
 
     kind: str
     name: str
     nodes: int = 0
     error: float = 0.0
+    largest: float = 0.0
     where: str = ""
     own: float = 0.0
     dealt: float = 0.0
@@ -139,7 +141,7 @@ def _write(report: Report, of: Library, rows: Sequence[Row]) -> None:
     for kind, count in Counter(r.kind for r in equal).items():
         report.figure(f"families_equal, {kind}", count)
     if equal:
-        report.figure("worst_error", max(r.error for r in equal))
+        report.figure("worst_error", max(max(r.error, r.largest) for r in equal))
     report.text(
         f"{of.package} {version(of.package)}. Of {len(rows)} families {len(built)} {of.words}, and "
         f"{len(equal)} of these are equal to one device within {TOLERANCE:g} of a tensor's largest element, or "

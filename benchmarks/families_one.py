@@ -52,8 +52,8 @@ def main() -> int:
 
 def compared(case: Case) -> Mapping[str, Any]:
     """The relative error of three plans in the tensor in which it is furthest from what is allowed, and what part of
-    the heavy calls the data-parallel one deals out. ``own``: where some error is more than ``TOLERANCE``, how far
-    PyTorch is from itself in that tensor with the batch in other orders."""
+    the heavy calls the data-parallel one deals out. ``largest``: of all tensors. ``own``: where some error is more than
+    ``TOLERANCE``, how far PyTorch is from itself in that tensor with the batch in other orders."""
     graph = captured(case)
     made, expected, source = choices(graph), one_device(case, SEED), random.Random(SEED)
     by_batch, dealt = batch_strategies(made), sizes_for(made, DEALT, {BATCH: DEALT})
@@ -73,6 +73,7 @@ def compared(case: Case) -> Mapping[str, Any]:
     return {
         "nodes": len(graph.nodes),
         "error": found[where],
+        "largest": max(found.values()),
         "where": where,
         "own": own.get(where, 0.0),
         "dealt": share,

@@ -69,12 +69,8 @@ class Parts(nn.Module):
         return mixed + torch.complex(h, x).abs() + torch.polar(h, x).imag + (torch.complex(x, h).conj() * h).imag
 
 
-class Turned(nn.Module):
+class Turned(Parts):
     """Complex numbers of Python's own beside complex tensors: their conjugates are autograd's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x)

@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from hap.capture.outside import Outside
-from hap.capture.torch_private import ValuesWanted, as_constant, as_list, has_values, is_alias, untraced
+from hap.capture.torch_private import ValuesWanted, as_constant, as_list, has_values, is_alias, pytree, untraced
 
 MOST = 1 << 16  # elements: larger ones are hardly read
 _READING = frozenset({"item", "tolist", "is_nonzero", "equal", "allclose", "__contains__", "__format__"})

@@ -40,6 +40,7 @@ from hap.capture.places import Place, as_mask, holds_places, places
 from hap.capture.sames import Sames
 from hap.capture.selected import Selected
 from hap.ctc import ctc_loss
+from hap.errors import CaptureError
 
 
 class Respelled(TorchFunctionMode):
@@ -212,7 +213,9 @@ def _multilabel_margin(
     reduction: str = "mean",
 ) -> torch.Tensor | None:
     """``input`` (rows, classes), ``target`` (rows, classes): labels, and -1 behind the last one; or of one row."""
-    if size_average is not None or reduce is not None or reduction not in ("none", "mean", "sum"):
+    if size_average is not None or reduce is not None:
+        raise CaptureError("multilabel_margin_loss with size_average or reduce: use reduction")
+    if reduction not in ("none", "mean", "sum"):
         return None
     rows, labels = torch.atleast_2d(input), torch.atleast_2d(target)
     classes = torch.arange(rows.shape[1], device=input.device)

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hap.capture.dropout import ByDropout
 from hap.capture.inputs import StepInputs
 from hap.capture.outside import Hook, Outside
 from hap.capture.recurrent import LayerByLayer
 from hap.capture.respell import Respelled
+from hap.capture.torch_private import pytree
 from hap.errors import CaptureError
 
 MODULE_KEY = "hap_module"  # under node.meta["custom"]

@@ -18,6 +18,7 @@
 - ``_disable_current_modes``, ``DisableTorchFunction``: something is computed for once, not traced.
 - ``_is_functional_tensor``, ``is_functorch_wrapped_tensor``: what a traced tensor holds is a plain one by its type.
 - ``lift_fresh_copy``: a tensor becomes a constant of the trace.
+- ``_pytree``: the tensors among arguments, however they are put together.
 - ``CheckpointFunction.apply``: activation checkpointing whose backward pass calls the autograd engine by itself, which
   cannot be traced.
 """
@@ -53,6 +54,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributions import Distribution
 from torch.nn.utils import clip_grad
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -60,7 +62,7 @@ from hap.errors import CaptureError
 
 __all__ = [
     "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "get_decompositions",
-    "has_values", "is_alias", "is_fake", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
+    "has_values", "is_alias", "is_fake", "pytree", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
 ]  # fmt: skip
 
 _OWN_LIST = FunctionalTensor.tolist

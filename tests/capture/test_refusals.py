@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from hap.capture import capture
 from hap.capture.blame import blame
+from hap.capture.torch_private import pytree
 from hap.errors import CaptureError
 from tests._support.torch_release import TORCH
 

@@ -261,6 +261,11 @@ def test_several_labels_of_which_there_may_be_none(reduction):
     assert worst(case(Model(lambda y: loss(y[0], SOME[0]) + y))) <= TOLERANCE
 
 
+def test_the_old_words_for_their_reduction_are_refused():
+    with pytest.raises(HapError, match="multilabel_margin_loss with size_average or reduce: use reduction"):
+        capture(Twice(lambda y: functional.multilabel_margin_loss(y, SOME, size_average=False)), torch.zeros(ROWS))
+
+
 def test_random_slopes():
     """Between an eighth and a third, alike however they are cut; their gradient is the slope."""
     torch.manual_seed(0)

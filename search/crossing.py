@@ -85,7 +85,8 @@ class Port(NamedTuple):
 
 Range = tuple[float, float]
 LEAST = 0.01  # for the fastest way, and for a quarter of all: there all x but one are little, and together, too
-GRID_C, GRID_M = 1500, 600  # rectangles by which W is found, to about a percent
+GRID_C, GRID_M = 1500, 600  # rectangles by which W is found, to about a percent, ...
+GRID_STEP = 32  # ... those of so many c at a time
 
 
 def crossing_s(ports: Sequence[Port], source: Fractions, target: Fractions, hosts: int) -> float:
@@ -134,23 +135,27 @@ def seconds_apart(ports: Sequence[Port]) -> tuple[float, float]:
     corners = np.linspace(1 / hosts, 1.0, GRID_M + 1)
     low, high = corners[:-1], corners[1:]
 
-    def allowed(last: float) -> NDArray[np.bool_]:
-        """Of every m, and at no lesser c of what is not."""
-        few = _root(last * rate)
-        by_many = np.minimum(high[:, None], few) @ alike >= 1
-        by_one = (1 - few <= high[:, None]) & (few @ alike - few >= 1 - high[:, None])
-        return cast(NDArray[np.bool_], by_many | by_one.any(axis=1))
+    def allowed(lasts: Array) -> NDArray[np.bool_]:
+        """Of so many c (C,), and of every m: at no lesser c of what is not."""
+        few = _root(lasts[:, None] * rate)
+        total_few, kept, by_one = few @ alike, np.zeros((len(lasts), GRID_M)), np.zeros((len(lasts), GRID_M), dtype=bool)
+        for own, count in zip(few.T, alike.tolist(), strict=True):
+            kept += count * np.minimum(high, own[:, None])
+            by_one |= high >= np.maximum(1 - own, 1 - (total_few - own))[:, None]
+        return cast(NDArray[np.bool_], (kept >= 1) | by_one)
 
-    begin = bisect_left(c[1:].tolist(), True, key=lambda last: bool(allowed(last).any()))
-    for first, last in zip(c[begin:-1].tolist(), c[begin + 1 :].tolist(), strict=True):
-        if (first - beside_s) / (1 - 1 / hosts) >= found:  # d is at most one, and m no less than 1 / H
+    begin = bisect_left(c[1:].tolist(), True, key=lambda last: bool(allowed(np.array([last])).any()))
+    for start in range(begin, GRID_C, GRID_STEP):
+        first, last = c[:-1][start : start + GRID_STEP, None], c[1:][start : start + GRID_STEP, None]
+        if (first[0, 0] - beside_s) / (1 - 1 / hosts) >= found:  # d is at most one, and m no less than 1 / H
             break
-        d = np.zeros_like(low)
+        d = np.zeros((len(first), GRID_M))
         for here, there in ((most, second), (second, most)):  # l's and k's
             more = np.minimum(last * there, last * total) / low - 1 + high
             d = np.where(last * here < low * low, d, np.maximum(d, more))
         d = np.minimum(d, np.minimum(high, hosts * high - 1))
-        found = min(found, float(((first - beside_s * d) / (1 - low))[allowed(last)].min(initial=np.inf)))
+        apart = (first - beside_s * d) / (1 - low)
+        found = min(found, float(apart[allowed(last[:, 0])].min(initial=np.inf)))
     few = _root(c[0] * rate)  # below that c one host has nearly all, and roots are no more of c than here
     assert few @ alike < 0.1, "not all can be little"
     nearly_all = max(min(own, float(few @ alike) - own) for own in few.tolist())

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,11 +138,11 @@ def seconds_apart(ports: Sequence[Port]) -> tuple[float, float]:
     def allowed(lasts: Array) -> NDArray[np.bool_]:
         """Of so many c (C,), and of every m: at no lesser c of what is not."""
         few = _root(lasts[:, None] * rate)
-        total_few, kept, by_one = few @ alike, np.zeros((len(lasts), GRID_M)), np.zeros((len(lasts), GRID_M), dtype=bool)
+        kept, by_one = np.zeros((len(lasts), GRID_M)), np.zeros((len(lasts), GRID_M), dtype=bool)
         for own, count in zip(few.T, alike.tolist(), strict=True):
             kept += count * np.minimum(high, own[:, None])
-            by_one |= high >= np.maximum(1 - own, 1 - (total_few - own))[:, None]
-        return cast(NDArray[np.bool_], (kept >= 1) | by_one)
+            by_one |= high >= np.maximum(1 - own, 1 - (few @ alike - own))[:, None]
+        return (kept >= 1) | by_one
 
     begin = bisect_left(c[1:].tolist(), True, key=lambda last: bool(allowed(np.array([last])).any()))
     for start in range(begin, GRID_C, GRID_STEP):

@@ -19,10 +19,12 @@ from hap.capture.selected import SelectionError
 
 
 class Place:
-    """Along ``dim`` where ``mask`` is set; ``dim`` None: along all of its dims, as one tensor (n, dims)."""
+    """Along ``dim`` where ``mask`` is set; ``dim`` None: along all of its dims, as one tensor (n, dims). ``of``: what
+    was asked about, the mask or numbers."""
 
-    def __init__(self, mask: torch.Tensor, dim: int | None) -> None:
+    def __init__(self, mask: torch.Tensor, dim: int | None, of: torch.Tensor | None = None) -> None:
         self.mask, self.dim, self.version = mask, dim, mask._version  # changes in place
+        self.of = mask if of is None else of
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -32,7 +34,7 @@ class Place:
         rows, dim = index if isinstance(index, tuple) and len(index) == 2 else (None, None)
         of_all = rows is ... or (isinstance(rows, slice) and rows == slice(None))
         if self.dim is None and of_all and type(dim) is int and -self.mask.dim() <= dim < self.mask.dim():
-            return Place(self.unchanged, dim % self.mask.dim())
+            return Place(self.unchanged, dim % self.mask.dim(), self.of)
         _refuse("a part")
 
     def squeeze(self, dim: int | None = None) -> Place:
@@ -56,7 +58,7 @@ class Place:
 
     def _of_one_dim(self, name: str, fits: bool) -> Place:
         if self.dim is None and self.mask.dim() == 1 and fits:
-            return Place(self.unchanged, 0)
+            return Place(self.unchanged, 0, self.of)
         _refuse(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,10 +77,10 @@ class Place:
 
 
 def _refuse(name: str) -> NoReturn:
-    raise SelectionError(
-        f"{name} of the places where a mask is set, a tensor whose size depends on values: read with all of them, "
-        "as x[mask], or use torch.where with three arguments"
-    )
+    remedy = "read with all of them, as x[mask], or use torch.where with three arguments"
+    if name in ("numel", "size", "shape", "the number"):
+        remedy = "where there are none nothing is read or written, so a check whether there are any can be left out"
+    raise SelectionError(f"{name} of the places where a mask is set, a tensor whose size depends on values: {remedy}")
 
 
 def _operator(name: str) -> Callable[..., NoReturn]:
@@ -95,8 +97,8 @@ def places(mask: torch.Tensor, as_tuple: bool) -> tuple[Place, ...] | Place | No
     """Where a mask, or what is not zero, is set; None for a tensor without dims."""
     if not isinstance(mask, torch.Tensor) or not mask.dim():
         return None
-    mask = mask if mask.dtype == torch.bool else mask != 0
-    return tuple(Place(mask, dim) for dim in range(mask.dim())) if as_tuple else Place(mask, None)
+    of, mask = mask, mask if mask.dtype == torch.bool else mask != 0
+    return tuple(Place(mask, dim, of) for dim in range(mask.dim())) if as_tuple else Place(mask, None, of)
 
 
 def as_mask(index: Any) -> Any:

@@ -37,6 +37,9 @@ from hap.capture.known import Known
 from hap.capture.memory import SET_DATA, set_data
 from hap.capture.outside import Outside
 from hap.capture.places import Place, as_mask, holds_places, places
+from hap.capture.routed import Owed, Routed
+from hap.capture.routes import Routes
+from hap.capture.rows import Rows
 from hap.capture.sames import Sames
 from hap.capture.selected import Selected
 from hap.ctc import ctc_loss
@@ -59,6 +62,8 @@ class Respelled(TorchFunctionMode):
         super().__init__()
         self._as_places = as_places
         self._sames, self._known = Sames(), Known(outside)
+        self._routes = Routes(self._sames.first, lambda tensor: self._known.value(tensor) is not None)
+        self._routed = Routed(self._routes, self._sames.first)
         self._state, self._inputs, self._outside = state, inputs, outside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,6 +71,12 @@ class Respelled(TorchFunctionMode):
         if func == SET_DATA:
             tensor, value = args
             return set_data(tensor, value, tuple(self._state.values()), self._inputs)
+        found = self._of_experts(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], Rows):
+            self._settle(self._routed.owed(func, args[:1], {}))
+            args = (*args[:2], args[2].selected())
         if func in _BY_MASK:
             args = (*args[:1], *map(self._mask, args[1:2]), *args[2:])  # never what may be written to
             kwargs = {k: self._mask(a) if k == "mask" else a for k, a in kwargs.items()}
@@ -81,7 +92,22 @@ class Respelled(TorchFunctionMode):
         if found is None:
             found = self._known.call(func, args, kwargs)
             self._sames.note(func, args, kwargs, found)
+            self._routes.note(func, args, kwargs, found)
         return found
+
+    def settle(self) -> None:
+        """While it is active: all that was put off is done."""
+        self._routed.settle(self._routed.owed_all())
+
+    def _of_experts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """NotImplemented if it has nothing to do with them; what it uses has all that was to be written to it."""
+        self._settle(self._routed.owed(func, args, kwargs))
+        return self._routed.call(func, args, kwargs)
+
+    def _settle(self, owed: Owed) -> None:
+        if owed:
+            with self:
+                self._routed.settle(owed)
 
     def _mask(self, index: Any) -> Any:
         return self._sames.first(as_mask(index))

@@ -9,7 +9,7 @@ So all places stay, with zeros where nothing is selected, and these are left out
     x[mask] = y[mask], x[mask] *= 2         where(mask, y, x) in place
 
 A place that is not selected gets the gradient zero, and so must whatever led to it: no function may be infinite there,
-nor its derivative, as 0 times that is no number. Those that may be are given another argument there (``_SAFE``). The
+nor its derivative, as 0 times that is no number. Those that may be are given another argument there (``SAFE``). The
 rest is refused: what depends on the number itself, what puts places together, and two masks in one call
 that are not made of the same by the same comparisons (``sames``).
 """
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-_SAFE: Mapping[str, float] = {"exp": 0, "log": 1, "log1p": 0, "log2": 1, "sqrt": 1, "rsqrt": 1, "reciprocal": 1}
+SAFE: Mapping[str, float] = {"exp": 0, "log": 1, "log1p": 0, "log2": 1, "sqrt": 1, "rsqrt": 1, "reciprocal": 1}
 _SHARING = (
     "bfloat16",
     "contiguous",
@@ -41,7 +41,7 @@ _WORDS = """
     abs add clamp clone cos eq ge gelu gt le log_sigmoid logsigmoid lt mul ne neg radd relu rmul rsub sigmoid silu sin
     softplus square sub tanh
 """
-_OF_PLACES = frozenset(_WORDS.split()).union(_SHARING)  # finite everywhere, and so are their derivatives
+OF_PLACES = frozenset(_WORDS.split()).union(_SHARING)  # finite everywhere, and so are their derivatives
 _ROWS = ("linear", "layer_norm", "rms_norm")
 _ALONG = ("softmax", "log_softmax", "logsumexp")
 _LABELLED = (functional.cross_entropy, functional.nll_loss)
@@ -103,15 +103,15 @@ class Selected:
             return _of_all(torch.true_divide, (over, _safe(under, 1)), {})
         if name == "pow" and first and len(args) == 2 and isinstance(args[1], (int, float)) and args[1] >= 1:
             return _of_all(torch.pow, args, kwargs)
-        if name in _SAFE and first:
-            return _of_all(func, (_safe(args[0], _SAFE[name]), *args[1:]), kwargs)
+        if name in SAFE and first:
+            return _of_all(func, (_safe(args[0], SAFE[name]), *args[1:]), kwargs)
         if name in _ALONG and first:
             dim, *others = args[1:] or (kwargs.get("dim"),)
             kwargs = {k: v for k, v in kwargs.items() if k != "dim"}
             return _of_all(func, (args[0], _from_behind(args[0], (dim,))[0], *others), kwargs)
         if name in _ROWS and first and len(of) == 1:
             return _of_rows(func, *args, **kwargs)
-        if name in _OF_PLACES and of:
+        if name in OF_PLACES and of:
             found = _of_all(func, args, kwargs)
             for one in (found, *of) if name in _SHARING else ():
                 one.is_shared = True

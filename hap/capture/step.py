@@ -70,6 +70,7 @@ class Step(nn.Module):
                 parameters[name].register_hook(_under(respelled, hook))
         with LayerByLayer(), ByDropout(), respelled:
             output = torch.func.functional_call(model, state, call.args, dict(call.kwargs))
+            respelled.settle()
             for name, parameter in parameters.items():
                 if state[name] is not parameter:
                     raise CaptureError(
@@ -80,7 +81,9 @@ class Step(nn.Module):
                 _write_back(name, buffer, state[name])
             found = [find_output(output, name).detach().clone() for name in self.outputs]
             with self.outside.lent(model):
-                return find_loss(output, loss_fn, call.targets), *found
+                loss = find_loss(output, loss_fn, call.targets)
+                respelled.settle()
+                return loss, *found
 
     def failed_module(self, error: Exception) -> str:
         """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""

@@ -1,0 +1,231 @@
+"""Calls of several experts as one: the same functions, each of its own parameters, of rows that go to one of them each.
+
+    linear(x[rows of e], W_e, b_e)      bmm(stack(W)[e of the row], x) + stack(b)[e of the row]
+    x[rows of e] @ W_e                  the same, transposed
+    norm(x[rows of e], w_e), ... * w_e  norm(x) * stack(w)[e of the row]
+
+The first becomes ``hap.expert_mm`` (``experts``), so nothing is gathered when it runs. All other functions are of each
+row alone, and are called as they are with all rows. Parameters that are parts of one tensor are not stacked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hap.capture.seen import Seen
+from hap.capture.selected import Selected, SelectionError
+
+MATRIX = frozenset({"matmul", "mm"})
+NORMS = (functional.layer_norm, functional.rms_norm)
+
+
+class Unlike(SelectionError):
+    """Experts that cannot be called together, but one after another."""
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """``source`` at a row's place along these ``dims`` of the ids, which are its first ones; then ``rest`` of an index.
+    ``selected``: the same, where the mask selects it; ``is_owed``: the source, what was to be added to it before."""
+
+    source: Seen
+    dims: tuple[int, ...]
+    rest: tuple[Any, ...] = ()
+    selected: Selected | None = None
+    is_owed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A function of rows: among the arguments, in tuples and lists too, are other terms."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One of several that a call returns."""
+
+    call: Call
+    number: int
+
+
+Term = Read | Call | Part
+
+
+class Each:
+    """A tensor of every expert; ``whole``: of which it is the part with the expert's number, if it is one."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], whole: torch.Tensor | None) -> None:
+        self.stacked = torch.stack(list(tensors)) if whole is None else whole
+
+
+class Together:
+    """``ids`` (...): the number of the expert of every row; those that have another number than these ``numbers`` are
+    no rows of any. ``below``: what is known of how large ids are. ``parts``: of what a tensor is a part, and which."""
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        numbers: Sequence[int],
+        below: int | None,
+        part_of: Callable[[torch.Tensor], tuple[torch.Tensor, int] | None],
+    ) -> None:
+        self.grid, self.numbers, self.part_of = tuple(ids.shape), tuple(numbers), part_of
+        self._done: dict[tuple[int, ...], Any] = {}
+        self._each: dict[tuple[int, ...], Each] = {}
+        ids = ids.reshape(-1).to(torch.int64)
+        self.is_any: torch.Tensor | None = None
+        if self.numbers == tuple(range(len(numbers))):
+            self.of_row = ids
+            if below is None or below > len(numbers):
+                self.is_any = (ids >= 0) & (ids < len(numbers))
+                self.of_row = torch.where(self.is_any, ids, 0)
+        else:
+            is_one = [ids == number for number in numbers]
+            self.is_any = torch.stack(is_one).any(0)
+            self.of_row = sum((one.to(torch.int64) * n for n, one in enumerate(is_one)), torch.zeros_like(ids))
+
+    def at_places(self, alike: Sequence[Term]) -> torch.Tensor:
+        """(*places, ...) of what is the same term of every expert."""
+        found: torch.Tensor = self._of(tuple(alike))
+        return found.view(*self.grid, *found.shape[1:])
+
+    def where_any(self, found: torch.Tensor, other: torch.Tensor | float) -> torch.Tensor:
+        """``found`` (*places, ...), and the other at places of other experts."""
+        if self.is_any is None:
+            return found
+        return torch.where(self.is_any.view(*self.grid, *(1,) * (found.dim() - len(self.grid))), found, other)
+
+    def _of(self, alike: tuple[Term, ...]) -> Any:
+        key = tuple(map(id, alike))
+        if key not in self._done:
+            self._done[key] = self._computed(alike)
+        return self._done[key]
+
+    def _computed(self, alike: tuple[Term, ...]) -> Any:
+        first = alike[0]
+        if any(type(term) is not type(first) for term in alike):
+            raise _unlike()
+        if isinstance(first, Read):
+            return self._read(alike)
+        if isinstance(first, Part):
+            if any(term.number != first.number for term in alike):  # type: ignore[union-attr]
+                raise _unlike()
+            return self._of(tuple(term.call for term in alike))[first.number]  # type: ignore[union-attr]
+        if any(term.func is not first.func or [*term.kwargs] != [*first.kwargs] for term in alike):  # type: ignore[union-attr]
+            raise _unlike()
+        args = self._argument(tuple(term.args for term in alike))  # type: ignore[union-attr]
+        kwargs = {k: self._argument(tuple(term.kwargs[k] for term in alike)) for k in first.kwargs}  # type: ignore[union-attr]
+        return self._called(first.func, args, kwargs)
+
+    def _read(self, alike: Sequence[Any]) -> torch.Tensor:
+        source, dims, rest = alike[0].source.tensor, alike[0].dims, alike[0].rest
+        if any(one.source.tensor is not source or one.dims != dims or one.rest != rest for one in alike):
+            raise _unlike()
+        if not all(one.source.is_unchanged for one in alike):
+            raise SelectionError("rows for experts of a tensor that was changed in place since: change a copy of it")
+        inner = range(len(dims), source.dim())
+        found = source.permute(*sorted(range(len(dims)), key=dims.__getitem__), *inner)
+        behind = source.shape[len(dims) :]
+        found = found.reshape(*(n if d in dims else 1 for d, n in enumerate(self.grid)), *behind)
+        found = found.expand(*self.grid, *behind).reshape(-1, *behind).clone()  # as the source may be changed later
+        return found[(slice(None), *rest)] if rest else found
+
+    def _argument(self, given: tuple[Any, ...]) -> Any:
+        """One for all experts, or ``Each``."""
+        first = given[0]
+        if all(isinstance(one, (Read, Call, Part)) for one in given):
+            return self._of(given)
+        if any(type(one) is not type(first) for one in given) and not all(isinstance(o, torch.Tensor) for o in given):
+            raise _unlike()
+        if isinstance(first, torch.Tensor):
+            return first if all(one is first for one in given) else self._of_each(given)
+        if isinstance(first, (tuple, list)):
+            if any(len(one) != len(first) for one in given):
+                raise _unlike()
+            return type(first)(self._argument(ones) for ones in zip(*given, strict=True))
+        if any(one != first for one in given):
+            raise _unlike()
+        return first
+
+    def _of_each(self, tensors: tuple[torch.Tensor, ...]) -> Each:
+        if any(t.shape != tensors[0].shape or t.dtype != tensors[0].dtype for t in tensors):
+            raise _unlike()
+        key = tuple(map(id, tensors))
+        if key not in self._each:
+            parts = [self.part_of(t) for t in tensors]
+            whole = parts[0][0] if parts[0] is not None else None
+            if any(p is None or p[0] is not whole for p in parts):
+                whole = None
+            if whole is not None:
+                numbers = [number for _, number in parts]  # type: ignore[misc]
+                whole = whole if numbers == list(range(whole.shape[0])) else whole[numbers]
+            self._each[key] = Each(tensors, whole)
+        return self._each[key]
+
+    def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not any(isinstance(one, Each) for one in (*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "").strip("_")
+        if func is functional.linear:
+            return self._linear(*args, **kwargs)
+        if name in MATRIX and isinstance(args[1], Each):
+            weight = args[1].stacked[self.of_row]
+            return torch.bmm(args[0].unsqueeze(1), weight).squeeze(1)
+        if func in NORMS:
+            return self._norm(func, *args, **kwargs)
+        dims = max(
+            a.dim() - 1 for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and self._is_of_rows(a)
+        )
+        return func(*(self._of_rows(a, dims) for a in args), **{k: self._of_rows(a, dims) for k, a in kwargs.items()})
+
+    def _is_of_rows(self, found: torch.Tensor) -> bool:
+        return found.dim() > 0 and found.shape[0] == len(self.of_row)
+
+    def _linear(self, input: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:
+        if not isinstance(weight, Each):
+            found = functional.linear(input, weight)
+        else:
+            found = torch.bmm(weight.stacked[self.of_row], input.unsqueeze(2)).squeeze(2)
+        return found if bias is None else found + self._of_rows(bias, 1)
+
+    def _norm(
+        self,
+        func: Any,
+        input: torch.Tensor,
+        normalized_shape: Any,
+        weight: Any = None,
+        bias: Any = None,
+        *others: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        dims = input.dim() - 1
+        if func is functional.rms_norm:  # has eps in the place of a bias
+            others, bias = (bias, *others) if bias is not None else others, None
+            found = functional.rms_norm(input, normalized_shape, None, *others, **named)
+        else:
+            found = functional.layer_norm(input, normalized_shape, None, None, *others, **named)
+        found = found if weight is None else found * self._of_rows(weight, dims)
+        return found if bias is None else found + self._of_rows(bias, dims)
+
+    def _of_rows(self, argument: Any, dims: int) -> Any:
+        """What is of each expert as one for every row, with so many dims behind; anything else as it is."""
+        if not isinstance(argument, Each):
+            return argument
+        shape = argument.stacked.shape[1:]
+        if len(shape) > dims:
+            raise SelectionError("a call of an expert with a parameter that has more dims than what it is called with")
+        found = functional.embedding(self.of_row, argument.stacked.reshape(len(argument.stacked), -1))
+        return found.view(-1, *(1,) * (dims - len(shape)), *shape)
+
+
+def _unlike() -> Unlike:
+    return Unlike("experts that are not alike")

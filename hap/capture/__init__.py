@@ -23,6 +23,7 @@ from hap.capture.chance import no_chance
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
 from hap.capture.counters import steady
+from hap.capture.custom import of_tensors
 from hap.capture.decompose import decompositions
 from hap.capture.experts import as_batched
 from hap.capture.inputs import StepInputs, input_paths, step_inputs
@@ -126,7 +127,7 @@ def _trace(
     def traced(as_places: bool = False) -> Graph:
         step = Step(copied, parameters, buffers, inputs, loss, outputs, outside.and_of(fake), hooks, as_places)
         try:
-            with as_batched(), no_chance(name):
+            with as_batched(), no_chance(name), of_tensors():
                 trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
         except CaptureError:
             raise

@@ -68,12 +68,12 @@ class Respelled(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = (self._outside.inside(given, self._state) for given in (tuple(args), kwargs or {}))
-        if func == SET_DATA:
-            tensor, value = args
-            return set_data(tensor, value, tuple(self._state.values()), self._inputs)
         found = self._of_experts(func, args, kwargs)
         if found is not NotImplemented:
             return found
+        if func == SET_DATA:
+            tensor, value = args
+            return set_data(tensor, value, tuple(self._state.values()), self._inputs)
         if func is torch.Tensor.__setitem__ and isinstance(args[2], Rows):
             self._settle(self._routed.owed(func, args[:1], {}))
             args = (*args[:2], args[2].selected())

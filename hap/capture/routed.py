@@ -30,6 +30,7 @@ from hap.capture.rows import Rows, indexed, reads_in, rows_in
 from hap.capture.seen import Seen
 from hap.capture.selected import Selected, SelectionError
 from hap.capture.together import Call, Read, Together, Unlike
+from hap.capture.torch_private import is_alias
 
 _META = frozenset(
     ["device", "dim", "dtype", "is_cuda", "is_floating_point", "layout", "ndim", "numel", "requires_grad"]
@@ -78,7 +79,7 @@ class Routed:
 
     def __init__(self, routes: Routes, first: Callable[[Any], Any]) -> None:
         self._routes, self._first = routes, first
-        self._written: dict[int, list[_Written]] = {}  # of what owns the memory that is written to, by its id
+        self._written: Owed = []  # a list for each memory that is written to
         self._settled: dict[tuple[int, int], Seen] = {}  # of that and how often it had been changed: as it was written
 
     # -- what is read and written ------------------------------------------------------------------------------------
@@ -108,8 +109,7 @@ class Routed:
         route, dims, (mask, lead, rest) = place
         if len(dims) > x.dim() or any(x.shape[n] != route.ids.tensor.shape[d] for n, d in enumerate(dims)):
             raise SelectionError("rows for an expert of a tensor of another size than the ids of experts")
-        owed = self._written.get(id(_owner(x)), [])
-        is_owed = any(one.kind is not _Kind.SET for one in owed)
+        is_owed = any(one.kind is not _Kind.SET for one in self._owed_to(x))
         selected = None if mask is None or is_owed else Selected.of(x, self._first(mask))
         term = Read(Seen.now(x), dims, rest, selected, is_owed)
         return Rows(route, term, indexed(tuple(x.shape[len(dims) :]), rest), x.dtype, lead=lead)
@@ -145,6 +145,8 @@ class Routed:
         target = self._read(to, index) if isinstance(value, Rows) else None
         if target is None or not isinstance(target.term, Read) or target.term.rest or target.lead:
             return False
+        if not value.route.is_of(target.route):
+            raise SelectionError("rows for an expert that are written to another one's")
         term, dims = value.term, target.term.dims
         is_sum = isinstance(term, Call) and getattr(term.func, "__name__", "").strip("_") in ("add", "radd")
         if isinstance(term, Call) and is_sum and not term.kwargs and len(term.args) == 2:
@@ -162,6 +164,8 @@ class Routed:
         target = self._read(to, index)
         if target is None or not isinstance(target.term, Read) or not isinstance(source, Rows):
             raise SelectionError("index_add_ of rows for an expert elsewhere than where the same mask says")
+        if not source.route.is_of(target.route):
+            raise SelectionError("rows for an expert that are added to another one's")
         if dim not in (0, -to.dim()) or alpha != 1 or target.term.rest or target.lead:
             raise SelectionError("index_add_ of rows for an expert along another dim than the first")
         if not self._remember(_Kind.INDEX_ADDED, to, source, target.term):
@@ -173,11 +177,14 @@ class Routed:
         if rows.lead or rows.behind != tuple(to.shape[len(target.dims) :]):
             raise SelectionError("rows of an expert that are written to rows of another size")
         for read in reads_in(rows.term):
-            is_own = id(_owner(read.source.tensor)) == id(_owner(to))
+            is_own = is_alias(read.source.tensor, to)
             if read.is_owed or (is_own and not (kind is _Kind.SET and _is_same(read, target))):
                 return False
-        written = self._written.setdefault(id(_owner(to)), [])
-        written.append(_Written(kind, Seen.now(to), rows, target.dims, _state()))
+        one = _Written(kind, Seen.now(to), rows.like(rows.term, rows.behind, None), target.dims, _state())
+        owed = self._owed_to(to)
+        owed.append(one)
+        if len(owed) == 1:
+            self._written.append(owed)
         return True
 
     # -- what is done ------------------------------------------------------------------------------------------------
@@ -187,29 +194,33 @@ class Routed:
         the same, and what only asks for shapes or dtypes."""
         if not self._written or _asks_for_meta(func):
             return []
-        owners = {id(_owner(tensor)): None for tensor in _tensors((args, kwargs))}
-        changed = list(owners) if _changes(func, kwargs) else []
+        used = list(_tensors((args, kwargs)))
+        changed = used if _changes(func, kwargs) else []
         at = _INDEX_AT.get(func, len(args))
         if at < len(args) and (func in _READING or isinstance(args[-1], Rows)) and self._may_wait(args[0], args[at]):
-            owners.pop(id(_owner(args[0])))
-            changed = []
-        return [*self._readers(changed), *self._taken(owners)]
+            used, changed = [tensor for tensor in used if not is_alias(tensor, args[0])], []
+        return [*self._readers(changed), *self._taken(used)]
 
-    def _taken(self, owners: Iterable[int]) -> Owed:
+    def _taken(self, used: Collection[torch.Tensor]) -> Owed:
         """What is to be written to these, behind what is made of it as it is."""
         found: Owed = []
-        for owner in owners:
-            written = self._written.pop(owner, None)
-            if written is not None:
-                found += [*self._readers([owner]), written]
+        for written in self._written:
+            if any(is_alias(written[0].to.tensor, tensor) for tensor in used) and _holds(self._written, written):
+                self._written = [other for other in self._written if other is not written]
+                found += [*self._readers([written[0].to.tensor]), written]
         return found
 
-    def _readers(self, owners: Collection[int]) -> Owed:
-        def reads(written: Iterable[_Written]) -> bool:
-            terms = (read for one in written for read in reads_in(one.rows.term))
-            return any(id(_owner(read.source.tensor)) in owners for read in terms)
+    def _readers(self, changed: Collection[torch.Tensor]) -> Owed:
+        """What is to be written and made of these."""
 
-        return self._taken([owner for owner, written in self._written.items() if reads(written)])
+        def reads(written: Iterable[_Written]) -> bool:
+            sources = (read.source.tensor for one in written for read in reads_in(one.rows.term))
+            return any(is_alias(source, tensor) for source in sources for tensor in changed)
+
+        return self._taken([written[0].to.tensor for written in self._written if reads(written)]) if changed else []
+
+    def _owed_to(self, tensor: torch.Tensor) -> list[_Written]:
+        return next((w for w in self._written if is_alias(w[0].to.tensor, tensor)), [])
 
     def _may_wait(self, x: Any, index: Any) -> bool:
         """Whether what is still to be written to ``x`` is for others of the same experts."""
@@ -217,11 +228,11 @@ class Routed:
         if place is None:
             return False
         route, dims, _ = place
-        owed = [(one.rows.route, one.dims) for one in self._written.get(id(_owner(x)), [])]
+        owed = [(one.rows.route, one.dims) for one in self._owed_to(x)]
         return all(r.ids.tensor is route.ids.tensor and r.number != route.number and d == dims for r, d in owed)
 
     def owed_all(self) -> Owed:
-        return self._taken(list(self._written))
+        return self._taken([written[0].to.tensor for written in self._written])
 
     def settle(self, owed: Owed) -> None:
         for written in owed:
@@ -276,13 +287,14 @@ class _Computed(NamedTuple):
             if first.kind is not _Kind.SET:
                 over = [d for d in left if d not in dims]
                 found = together.where_any(found, 0)
+                if first.kind is _Kind.ADDED:
+                    found = found.to(to.dtype)
                 found, left = found.sum(over) if over else found, sorted(dims)
             order = (*(left.index(d) for d in dims), *range(len(left), found.dim()))
-            if found.dtype != to.dtype and first.kind is _Kind.INDEX_ADDED:
+            if found.dtype != to.dtype and first.kind is not _Kind.SET:
                 raise SelectionError(f"rows of experts in {found.dtype} are added to {to.dtype}: cast them")
-            found = found.to(to.dtype)
             if first.kind is _Kind.SET:
-                to.copy_(together.where_any(found, to.permute(*_inverse(order))).permute(*order))
+                to.copy_(together.where_any(found.to(to.dtype), to.permute(*_inverse(order))).permute(*order))
             else:
                 to.add_(found.permute(*order))
 
@@ -299,7 +311,7 @@ def _asks_for_meta(func: Any) -> bool:
 def _changes(func: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether it may change an argument."""
     own = getattr(func, "__name__", "")
-    changing = own == "__setitem__" or (own.startswith("__i") and own.endswith("__"))
+    changing = own in ("__setitem__", "__set__") or (own.startswith("__i") and own.endswith("__"))
     return changing or (own.endswith("_") and not own.endswith("__")) or bool(kwargs.get("inplace")) or "out" in kwargs
 
 
@@ -307,6 +319,10 @@ def _is_same(own: Read, other: Any) -> bool:
     """Whether both read the same."""
     same = own.source.tensor is other.source.tensor and own.source.version == other.source.version
     return same and own.dims == other.dims and not own.rest and not other.rest
+
+
+def _holds(lists: Owed, one: list[_Written]) -> bool:
+    return any(other is one for other in lists)
 
 
 def _owner(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ _CASTS: Mapping[str, torch.dtype] = {
     "int": torch.int32,
     "long": torch.int64,
 }
-_SHARING = frozenset({*_CASTS, "to", "type_as", "contiguous", "detach"})  # memory, maybe
+_SHARING = frozenset({*_CASTS, "to", "type_as", "contiguous", "detach", "dropout"})  # memory, maybe
 _ALONG = frozenset({"softmax", "log_softmax", "normalize"})
 _OVER = frozenset({"sum", "mean", "amax", "amin", "norm", "var", "std"})
 _CHANGING = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__"})

@@ -18,9 +18,11 @@ import torch
 from torch.nn import functional
 
 from hap.capture.seen import Seen
-from hap.capture.selected import Selected, SelectionError
+from hap.capture.selected import SAFE, Selected, SelectionError
 
 MATRIX = frozenset({"matmul", "mm"})
+_UNDER = {"div": 1, "truediv": 1, "true_divide": 1, "rdiv": 0, "rtruediv": 0, "pow": 0}
+_DEVIATIONS = frozenset({"var", "std"})
 NORMS = (functional.layer_norm, functional.rms_norm)
 
 
@@ -172,6 +174,8 @@ class Together:
         return self._each[key]
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.is_any is not None:
+            args = self._safe(getattr(func, "__name__", "").strip("_"), args)
         if not any(isinstance(one, Each) for one in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "").strip("_")
@@ -186,6 +190,16 @@ class Together:
             a.dim() - 1 for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and self._is_of_rows(a)
         )
         return func(*(self._of_rows(a, dims) for a in args), **{k: self._of_rows(a, dims) for k, a in kwargs.items()})
+
+    def _safe(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
+        """Rows of no expert, whose gradient is 0, may not come where a derivative is infinite."""
+        if name in _DEVIATIONS:
+            raise SelectionError(f"{name} of rows for experts, where some rows may be for none of them")
+        at, value = (_UNDER[name], 1) if name in _UNDER else (0, SAFE[name] if name in SAFE else None)
+        if value is None or at >= len(args) or not isinstance(args[at], torch.Tensor) or not self._is_of_rows(args[at]):
+            return args
+        is_any = self.is_any.view(-1, *(1,) * (args[at].dim() - 1))  # type: ignore[union-attr]
+        return [*args[:at], torch.where(is_any, args[at], value), *args[at + 1 :]]
 
     def _is_of_rows(self, found: torch.Tensor) -> bool:
         return found.dim() > 0 and found.shape[0] == len(self.of_row)

@@ -330,6 +330,25 @@ def means_of_labels(m: Mixture, x: T, ids: T) -> T:
     return x * m.router(x)[:, :EACH][row, nth].mean() * m.other(x)[ids[:, 0] == 2].square().sum()
 
 
+def changed_by_another_name(m: Mixture, x: T, _: T) -> T:
+    ids, y, h = m.routed(x)[1], torch.zeros_like(x), x * 2
+    data = h.data
+    for e, expert in enumerate(m.experts):
+        row, _nth = torch.where(ids == e)
+        y[row] += expert(h[row])
+    data.add_(1)
+    return y
+
+
+def where_it_is_finite(m: Mixture, x: T, _: T) -> T:
+    """Elsewhere functions or their derivatives are not."""
+    signed = x * (1 + m.router(x)[:, :1].square())
+    sign, y = (x > 0).long(), signed.clone()
+    y[sign == 1] = torch.log(signed[sign == 1]) + signed[sign == 1].pow(-0.5) + 3 / signed[sign == 1]
+    y[sign == 0] = (-signed[sign == 0]).sqrt() / signed[sign == 0]
+    return y
+
+
 def known(m: Mixture, x: T, _: T) -> T:
     ids, y = torch.arange(ROWS) % EXPERTS, torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
@@ -357,6 +376,8 @@ def without_gradients(m: Mixture, x: T, _: T) -> T:
         read_before_a_change,
         unwritten,
         means_of_labels,
+        changed_by_another_name,
+        where_it_is_finite,
         known,
         without_gradients,
     ],
@@ -377,6 +398,8 @@ def test_autocast_is_that_of_the_call() -> None:
     graph = capture(Mixture(then), (x.float(), labels, ids))
     products = [node for node in graph.nodes if node.op == "hap.expert_mm.default"]
     assert products and all(node.meta.dtype == torch.bfloat16 for node in products)
+    sums = [node for node in graph.nodes if node.op == "aten.sum.dim_IntList" and node.meta.shape == (ROWS, WIDTH)]
+    assert sums and all(node.meta.dtype == torch.float32 for node in sums), "added in the dtype of the sum"
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -445,7 +468,48 @@ def other_experts(m: Mixture, x: T, _: T) -> T:
     return y
 
 
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: T) -> T:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: object, g: T) -> T:
+        return g
+
+
+def to_another(m: Mixture, x: T, _: T) -> T:
+    ids, y = m.routed(x)[1], torch.zeros_like(x)
+    for e, expert in enumerate(m.experts):
+        y.index_add_(0, torch.where(ids == e)[0], expert(x[torch.where(ids == (e + 1) % EXPERTS)[0]]))
+    return y
+
+
+def of_inputs_deviated(m: Mixture, x: T, ids: T) -> T:
+    y = torch.zeros_like(x)
+    for e in range(EXPERTS):
+        row, _ = torch.where(ids == e)
+        y.index_add_(0, row, x[row] / x[row].std(-1, keepdim=True))
+    return y
+
+
+def set_to_another(m: Mixture, x: T, ids: T) -> T:
+    y = x.clone()
+    y[ids[:, 0] == 0] = m.other(x)[ids[:, 0] == 1]
+    return y
+
+
 REFUSED: dict[str, tuple[Then, str]] = {
+    "a backward of its own": (
+        add(lambda m, y, e, x, row: Straight.apply(x[row])),
+        "Straight, a function with a backward of its own, of a tensor whose size depends on values",
+    ),
+    "to another expert": (to_another, "added to another one's"),
+    "set to another expert": (set_to_another, "written to another one's"),
+    "a deviation where some are for none": (
+        of_inputs_deviated,
+        "where some rows may be for none of them",
+    ),
     "a check": (each(checked), "a check whether there are any can be left out"),
     "its own sum": (add(lambda m, y, e, x, row: m.experts[e](x[row] + y[row])), "rows that are sent to one expert"),
     "rows replaced": (each(replaced), "rows that are sent to one expert"),

@@ -251,7 +251,23 @@ def at_places_that_changed(y):
 
 ROWS, AT = "of the places where a mask is set, a tensor whose size depends", "not by all of its dims in order"
 OTHER = drawn(BATCH, LENGTH, seed=9) > 0.2
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
 REFUSED = {
+    "a backward of its own": (
+        lambda y: Straight.apply(y[EACH]).sum() + y.sum(),
+        "Straight, a function with a backward",
+    ),
     "two masks": (lambda y: (y[PLACES] - VALUES[OTHER]).sum(), "use the same tensor as the mask"),
     "masks of other numbers": (
         lambda y: (y[CLASSES > 1] - VALUES[CLASSES > 2]).sum(),

@@ -148,6 +148,8 @@ class Routed:
         if not value.route.is_of(target.route):
             raise SelectionError("rows for an expert that are written to another one's")
         term, dims = value.term, target.term.dims
+        if isinstance(term, Call) and term.func is torch.Tensor.to and term.args[1:] == (to.dtype,):
+            term = term.args[0]  # as a change in place does
         is_sum = isinstance(term, Call) and getattr(term.func, "__name__", "").strip("_") in ("add", "radd")
         if isinstance(term, Call) and is_sum and not term.kwargs and len(term.args) == 2:
             for own, other in (term.args, term.args[::-1]):

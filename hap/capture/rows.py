@@ -105,7 +105,7 @@ class Rows:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(torch.Tensor, name)
-        if name in ("device", "requires_grad", "is_cuda", "layout"):
+        if name in ("device", "is_cuda", "layout") or (name == "requires_grad" and isinstance(self.term, Read)):
             return getattr(reads_in(self.term)[0].source.tensor, name)
         if not callable(attribute):
             raise _refused(name)
@@ -199,7 +199,9 @@ def _written_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of: 
         found = _written_down(_out_of_place(own) if changes else func, args, kwargs, of)
         if args[0] is not one or one._is_shared or found.behind != one.behind:
             raise SelectionError(f"{own} of rows that are sent to one expert: the same function out of place")
-        one.term, one._dtype = found.term, found._dtype
+        if one._dtype is None:
+            raise SelectionError(f"{own} of rows of several dtypes: the same function out of place")
+        one.term = found.term if found._dtype == one._dtype else Call(torch.Tensor.to, (found.term, one._dtype), {})
         return one
     if "out" in kwargs:
         raise _refused(name)
@@ -212,7 +214,7 @@ def _written_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of: 
     if name in _CUTTING:
         return _parts(one, name, term, args, kwargs)
     found = one.like(term, behind, _dtype(name, one, args, kwargs, of))
-    if name in _SHARING:
+    if name in _SHARING and (found._dtype is None or found._dtype == one._dtype):
         one._is_shared = found._is_shared = True
     return found
 
@@ -248,10 +250,15 @@ def _sizes(
         if tuple(one.behind[-len(shape) :]) != tuple(shape):
             raise SelectionError(f"{name} along the rows for an expert")
         return one.behind
+    if name in ("to", "type_as") and first:
+        return one.behind
     if name in _ELEMENTS:
         if any(len(r.behind) != len(one.behind) for r in of) or any(t.dim() > len(one.behind) for t in others):
             raise SelectionError(f"{name} of rows for an expert and of something with another number of dims")
-        return tuple(np.broadcast_shapes(*(r.behind for r in of), *(tuple(t.shape) for t in others)))
+        try:
+            return tuple(np.broadcast_shapes(*(r.behind for r in of), *(tuple(t.shape) for t in others)))
+        except ValueError as e:
+            raise SelectionError(f"{name} of rows for an expert: {e}") from e
     if name in _ALONG and first and len(of) == 1:
         dim = (
             args[1] if len(args) > 1 and name != "normalize" else kwargs.get("dim", 1 if name == "normalize" else None)
@@ -293,11 +300,10 @@ def _dtype(name: str, one: Rows, args: Any, kwargs: Any, of: Sequence[Rows]) -> 
     if name in _CASTS:
         return _CASTS[name]
     if name in ("to", "type_as"):
-        given = (*args[1:], *kwargs.values())
-        found = [
-            a if isinstance(a, torch.dtype) else a.dtype for a in given if isinstance(a, (torch.dtype, torch.Tensor))
-        ]
-        return found[0] if found else one._dtype
+        for given in (*args[1:], *kwargs.values()):
+            if isinstance(given, (torch.dtype, torch.Tensor, Rows)):
+                return given if isinstance(given, torch.dtype) else given.dtype
+        return one._dtype
     others = {a.dtype for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.dim()}
     dtypes = {r._dtype for r in of} | others
     return dtypes.pop() if len(dtypes) == 1 and kwargs.get("dtype") is None else None

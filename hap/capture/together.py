@@ -195,7 +195,7 @@ class Together:
         """Rows of no expert, whose gradient is 0, may not come where a derivative is infinite."""
         if name in _DEVIATIONS:
             raise SelectionError(f"{name} of rows for experts, where some rows may be for none of them")
-        at, value = (_UNDER[name], 1) if name in _UNDER else (0, SAFE[name] if name in SAFE else None)
+        at, value = (_UNDER[name], 1) if name in _UNDER else (0, SAFE.get(name))
         if value is None or at >= len(args) or not isinstance(args[at], torch.Tensor) or not self._is_of_rows(args[at]):
             return args
         is_any = self.is_any.view(-1, *(1,) * (args[at].dim() - 1))  # type: ignore[union-attr]

@@ -53,6 +53,7 @@ ELEMENTWISE: dict[str, Callable[[T], T]] = {
     "complex": lambda x: torch.view_as_real(torch.complex(x, x * 2)).sum(-1),
     "centered": lambda x: x - x.mean() + x.std(),
     "by norm": lambda x: x / (x.norm() + 1),
+    "by sign": lambda x: _of_kinds(x, (x > 0).long(), (torch.sin, lambda y: (y + 0.5).sqrt() / (y + 0.1))),
 }
 PAIRS: dict[str, Callable[[T, T], T]] = {
     **{f.__name__: f for f in (torch.add, torch.mul, torch.sub, torch.maximum, torch.minimum, torch.logaddexp)},
@@ -146,6 +147,8 @@ WEIGHED: dict[str, tuple[Callable[[torch.Size], Sequence[int]], Callable[[T, T],
         lambda s: (s[-1], s[-1]),
         lambda x, w: checkpoint(lambda y: (y @ w).tanh(), x, use_reentrant=False),
     ),
+    "experts": (lambda s: (3, s[-1], s[-1]), lambda x, w: _by_experts(x, w, 2)),
+    "the best expert": (lambda s: (3, s[-1], s[-1]), lambda x, w: _by_experts(x, w, 1)),
     "concatenated": (lambda s: (2,), lambda x, w: torch.cat([x, w.expand(*x.shape[:-1], -1)], -1)),
 }
 WITH_WORDS: dict[str, Callable[[T, T, T], T]] = {  # words, which of them count, a table
@@ -156,6 +159,25 @@ WITH_WORDS: dict[str, Callable[[T, T, T], T]] = {  # words, which of them count,
         (F.embedding(words, table) * counts[..., None]).sum(1) / counts.sum(1, keepdim=True).clamp(min=1)
     ),
 }
+
+
+def _of_kinds(x: T, kinds: T, functions: Sequence[Callable[[T], T]]) -> T:
+    """Of what is of each kind its function."""
+    made = x.clone()
+    for kind, function in enumerate(functions):
+        made[kinds == kind] = function(made[kinds == kind])
+    return made
+
+
+def _by_experts(x: T, experts: T, each: int) -> T:
+    """Rows by as many of the experts, which are matrices."""
+    rows = x.reshape(-1, x.shape[-1])
+    weight, ids = (rows @ experts.sum(2).t()).softmax(-1).topk(each, dim=-1)
+    made = torch.zeros_like(rows)
+    for expert in range(len(experts)):
+        row, nth = torch.where(ids == expert)
+        made[row] += (rows[row] @ experts[expert]).tanh() * weight[row, nth, None]
+    return made.reshape(x.shape)
 
 
 def _written(x: T, write: Callable[[T], Any]) -> T:

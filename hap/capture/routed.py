@@ -120,6 +120,8 @@ class Routed:
         if not at or not isinstance(x, torch.Tensor):
             return None
         found, lead, rest = given[at[0] : at[-1] + 1], given[: at[0]], given[at[-1] + 1 :]
+        while rest and (rest[-1] is ... or (isinstance(rest[-1], slice) and rest[-1] == slice(None))):
+            rest = rest[:-1]
         route, order = self._route(found)
         if route is None or lead not in ((), (None,)):
             return None

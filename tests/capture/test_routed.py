@@ -194,6 +194,15 @@ def best_by_place(m: Mixture, x: T, _: T) -> T:
     return y
 
 
+def best_of_lists(m: Mixture, x: T, _: T) -> T:
+    weight, ids = m.router(x).softmax(-1).max(-1)
+    rows = [torch.eq(ids, e).nonzero(as_tuple=True)[0] for e in range(EXPERTS)]
+    made, y = [m.experts[e](x[rows[e], :]) for e in range(EXPERTS)], x.new_zeros(x.shape)
+    for e in range(EXPERTS):
+        y[rows[e], :] = made[e]
+    return y * weight.view(-1, 1)
+
+
 def domains(m: Mixture, x: T, ids: T) -> T:
     """A layer for each of some; what is of none stays."""
     y, domain = x.clone(), ids[:, 0]
@@ -218,6 +227,7 @@ TOGETHER: dict[str, tuple[Then, int]] = {  # and how many products with experts 
     "every place": (every_place, 2),
     "the best": (the_best, 2),
     "the best by its place": (best_by_place, 2),
+    "the best, by lists": (best_of_lists, 2),
     "domains": (domains, 2),
     "several layers": (several_layers, 4),
 }

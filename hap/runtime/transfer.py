@@ -63,10 +63,13 @@ class _InSteps:
 
 
 class Gather(_InSteps):
-    """``all_gather``: pieces -> whole values. Bytes, so any mixture of dtypes."""
+    """``all_gather``: pieces -> whole values. Bytes, so any mixture of dtypes; where there is one, values are laid out
+    and taken apart in it, with a call or two for each instead of several for each piece."""
 
     def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
         self.here, self.how, self.values = here, how, values
+        dtypes = {value.dtype for value in values}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.layouts = [found for (found,) in layouts]
         self.shapes = [
             _shapes(layout, tuple(value.shape), here.world_size)
@@ -79,8 +82,11 @@ class Gather(_InSteps):
         self.lengths = [sum(column) for column in zip(*self.nbytes, strict=True)]
 
     def pack(self) -> None:
-        parts = [exchange.as_bytes(value) for value in self.values]
-        mine = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.dtype is not None and len(self.values) > 1:
+            mine = exchange.as_bytes(torch.cat([value.reshape(-1) for value in self.values]))
+        else:
+            parts = [exchange.as_bytes(value) for value in self.values]
+            mine = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.how == "padded":
             self.flat = mine
             return
@@ -100,6 +106,8 @@ class Gather(_InSteps):
             perform(_gather_schedule(self.how, tuple(lengths)), self.flat, here.group)
 
     def unpack(self) -> list[torch.Tensor]:
+        if self.dtype is not None and len(self.values) > 1:
+            return self._taken_apart(self.flat.view(self.dtype))
         results = []
         starts = list(accumulate(self.lengths, initial=0))[:-1]
         for value, layout, shapes, nbytes in zip(self.values, self.layouts, self.shapes, self.nbytes, strict=True):
@@ -110,6 +118,19 @@ class Gather(_InSteps):
                 continue
             pieces = [exchange.from_bytes(r, value.dtype, shape) for r, shape in zip(raw, shapes, strict=True)]
             results.append(layout.join(pieces))
+        return results
+
+    def _taken_apart(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """From the elements of all pieces, those of a rank after those of the one before it."""
+        count, itemsize = len(self.values), flat.itemsize
+        parts = flat.split([n[r] // itemsize for r in range(self.here.world_size) for n in self.nbytes])
+        results = []
+        for i, (value, layout, shapes) in enumerate(zip(self.values, self.layouts, self.shapes, strict=True)):
+            pieces = parts[i::count]
+            if _in_order(layout, value.shape):
+                results.append(torch.cat(pieces).view(layout.whole_shape(value.shape)))
+            else:
+                results.append(layout.join([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)]))
         return results
 
 
@@ -151,9 +172,17 @@ class Scatter(_InSteps):
             layout.local_shape(value.shape, here.rank) for value, layout in zip(values, self.layouts, strict=True)
         ]
 
+    @staticmethod
+    def _dealt(value: torch.Tensor, layout: Layout) -> Sequence[torch.Tensor]:
+        """Every rank's piece, flat."""
+        if _in_order(layout, value.shape) and value.numel():
+            row = value.numel() // layout.shard.extent  # elements of one place of the dim
+            return value.reshape(-1).split([size * layout.unit * row for size in layout.sizes])
+        return [piece.reshape(-1) for piece in layout.deal(value)]
+
     def pack(self) -> None:
-        dealt = [layout.deal(value) for value, layout in zip(self.values, self.layouts, strict=True)]
-        parts = [[pieces[r].reshape(-1) for pieces in dealt] for r in range(self.here.world_size)]
+        dealt = [self._dealt(value, layout) for value, layout in zip(self.values, self.layouts, strict=True)]
+        parts = [[pieces[r] for pieces in dealt] for r in range(self.here.world_size)]
         self.lengths = [sum(p.numel() for p in row) for row in parts]
         self.flat = torch.cat([p for row in parts for p in row])
 

@@ -26,10 +26,10 @@ import torch
 
 from hap.capture.places import Place
 from hap.capture.routes import Route, Routes
-from hap.capture.rows import Rows, indexed, reads_in, rows_in
+from hap.capture.rows import Rows, indexed, rows_in
 from hap.capture.seen import Seen
 from hap.capture.selected import Selected, SelectionError
-from hap.capture.together import Call, Read, Together, Unlike
+from hap.capture.together import Call, Read, Together, Unlike, made_of, reads_in
 from hap.capture.torch_private import is_alias
 
 _META = frozenset(
@@ -180,13 +180,14 @@ class Routed:
         """Whether it can be put off: not if it is made of what is written to, but for the places that are set."""
         if rows.lead or rows.behind != tuple(to.shape[len(target.dims) :]):
             raise SelectionError("rows of an expert that are written to rows of another size")
-        for read in reads_in(rows.term):
-            is_own = is_alias(read.source.tensor, to)
-            if read.is_owed or (is_own and not (kind is _Kind.SET and _is_same(read, target))):
+        for one in made_of(rows.term):
+            if isinstance(one, Seen):
+                if is_alias(one.tensor, to) or self._owed_to(one.tensor):
+                    return False
+            elif one.is_owed or (is_alias(one.source.tensor, to) and not (kind is _Kind.SET and _is_same(one, target))):
                 return False
-        one = _Written(kind, Seen.now(to), rows.like(rows.term, rows.behind, None), target.dims, _state())
         owed = self._owed_to(to)
-        owed.append(one)
+        owed.append(_Written(kind, Seen.now(to), rows.like(rows.term, rows.behind, None), target.dims, _state()))
         if len(owed) == 1:
             self._written.append(owed)
         return True
@@ -218,7 +219,8 @@ class Routed:
         """What is to be written and made of these."""
 
         def reads(written: Iterable[_Written]) -> bool:
-            sources = (read.source.tensor for one in written for read in reads_in(one.rows.term))
+            parts = (part for one in written for part in made_of(one.rows.term))
+            sources = [part.tensor if isinstance(part, Seen) else part.source.tensor for part in parts]
             return any(is_alias(source, tensor) for source in sources for tensor in changed)
 
         return self._taken([written[0].to.tensor for written in self._written if reads(written)]) if changed else []

@@ -16,8 +16,9 @@ import torch
 from torch.nn import functional
 
 from hap.capture.routes import Route
+from hap.capture.seen import Seen
 from hap.capture.selected import OF_PLACES, SAFE, Selected, SelectionError
-from hap.capture.together import MATRIX, NORMS, Call, Part, Read, Term
+from hap.capture.together import MATRIX, NORMS, Call, Part, Read, Term, reads_in
 
 _MORE = """
     celu clamp_max clamp_min div dropout elu hardsigmoid hardswish hardtanh leaky_relu maximum minimum mish pow rdiv
@@ -148,28 +149,16 @@ for _name in f"{_OPERATORS} iadd isub imul itruediv getitem setitem len iter boo
 Rows.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def rows_in(arguments: Any) -> Iterator[Rows]:
     for a in arguments:
         if isinstance(a, Rows):
             yield a
         elif isinstance(a, (tuple, list)):
             yield from rows_in(a)
-
-
-def reads_in(term: Any) -> list[Read]:
-    """What it is made of."""
-    found, seen, left = list[Read](), set[int](), [term]
-    while left:
-        one = left.pop()
-        if isinstance(one, (tuple, list)):
-            left += one
-        elif isinstance(one, (Read, Part, Call)) and id(one) not in seen:
-            seen.add(id(one))
-            if isinstance(one, Read):
-                found.append(one)
-            else:
-                left += [one.call] if isinstance(one, Part) else [*one.args, *one.kwargs.values()]
-    return found
 
 
 def indexed(behind: Sequence[int], rest: tuple[Any, ...]) -> tuple[int, ...]:
@@ -210,7 +199,7 @@ def _written_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of: 
     if any(other.lead for other in of):
         raise SelectionError("rows for an expert with a dim before them: take it away with view(-1, size)")
     behind = _sizes(func, name, one, args, kwargs, of)
-    term = Call(func, _with(args, _term), _with(kwargs, _term))
+    term = Call(func, _with(args, _term, Seen.now), _with(kwargs, _term, Seen.now))
     if name in _CUTTING:
         return _parts(one, name, term, args, kwargs)
     found = one.like(term, behind, _dtype(name, one, args, kwargs, of))
@@ -365,14 +354,16 @@ def _arranged(func: Any, name: str, one: Rows, args: tuple[Any, ...], kwargs: di
     return found
 
 
-def _with(argument: Any, instead: Callable[[Rows], Any]) -> Any:
-    """``argument`` with something instead of rows."""
+def _with(argument: Any, of_rows: Callable[[Rows], Any], of_tensor: Callable[[torch.Tensor], Any] = _same) -> Any:
+    """``argument`` with something instead of rows, and of tensors."""
     if isinstance(argument, Rows):
-        return instead(argument)
+        return of_rows(argument)
+    if isinstance(argument, torch.Tensor):
+        return of_tensor(argument)
     if isinstance(argument, (tuple, list)):
-        return type(argument)(_with(a, instead) for a in argument)
+        return type(argument)(_with(a, of_rows, of_tensor) for a in argument)
     if isinstance(argument, dict):
-        return {k: _with(a, instead) for k, a in argument.items()}
+        return {k: _with(a, of_rows, of_tensor) for k, a in argument.items()}
     return argument
 
 
@@ -382,6 +373,8 @@ def _term(one: Rows) -> Term:
 
 def _selected(term: Any, done: dict[int, Any]) -> Any:
     """A term's value, of what the mask selects. SelectionError where it cannot be."""
+    if isinstance(term, Seen):
+        return term.as_it_was
     if isinstance(term, (tuple, list)):
         return type(term)(_selected(one, done) for one in term)
     if not isinstance(term, (Read, Call, Part)):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from hap.capture.selected import SelectionError
+
 
 class Seen(NamedTuple):
     """A tensor, and how often it had been changed in place."""
@@ -20,3 +22,10 @@ class Seen(NamedTuple):
     @property
     def is_unchanged(self) -> bool:
         return self.tensor._version == self.version
+
+    @property
+    def as_it_was(self) -> torch.Tensor:
+        """SelectionError if it no longer is."""
+        if not self.is_unchanged:
+            raise SelectionError("rows for experts of a tensor that was changed in place since: change a copy of it")
+        return self.tensor

@@ -62,6 +62,26 @@ class Part:
 Term = Read | Call | Part
 
 
+def made_of(term: Any) -> list[Read | Seen]:
+    """What is read for it, and what tensors are among its calls' arguments."""
+    found, known, left = list[Read | Seen](), set[int](), [term]
+    while left:
+        one = left.pop()
+        if isinstance(one, (Read, Seen)):
+            if id(one) not in known:
+                found.append(one)
+        elif isinstance(one, (tuple, list)):
+            left += one
+        elif isinstance(one, (Part, Call)) and id(one) not in known:
+            left += [one.call] if isinstance(one, Part) else [*one.args, *one.kwargs.values()]
+        known.add(id(one))
+    return found
+
+
+def reads_in(term: Any) -> list[Read]:
+    return [one for one in made_of(term) if isinstance(one, Read)]
+
+
 class Each:
     """A tensor of every expert; ``whole``: of which it is the part with the expert's number, if it is one."""
 
@@ -129,11 +149,9 @@ class Together:
         return self._called(first.func, args, kwargs)
 
     def _read(self, alike: Sequence[Any]) -> torch.Tensor:
-        source, dims, rest = alike[0].source.tensor, alike[0].dims, alike[0].rest
-        if any(one.source.tensor is not source or one.dims != dims or one.rest != rest for one in alike):
+        dims, rest, source = alike[0].dims, alike[0].rest, alike[0].source.as_it_was
+        if any(one.source.as_it_was is not source or one.dims != dims or one.rest != rest for one in alike):
             raise _unlike()
-        if not all(one.source.is_unchanged for one in alike):
-            raise SelectionError("rows for experts of a tensor that was changed in place since: change a copy of it")
         inner = range(len(dims), source.dim())
         found = source.permute(*sorted(range(len(dims)), key=dims.__getitem__), *inner)
         behind = source.shape[len(dims) :]
@@ -146,10 +164,11 @@ class Together:
         first = given[0]
         if all(isinstance(one, (Read, Call, Part)) for one in given):
             return self._of(given)
-        if any(type(one) is not type(first) for one in given) and not all(isinstance(o, torch.Tensor) for o in given):
+        if all(isinstance(one, Seen) for one in given):
+            given = tuple(one.as_it_was for one in given)
+            return given[0] if all(one is given[0] for one in given) else self._of_each(given)
+        if any(type(one) is not type(first) for one in given):
             raise _unlike()
-        if isinstance(first, torch.Tensor):
-            return first if all(one is first for one in given) else self._of_each(given)
         if isinstance(first, (tuple, list)):
             if any(len(one) != len(first) for one in given):
                 raise _unlike()

@@ -367,6 +367,25 @@ def changed_by_another_name(m: Mixture, x: T, _: T) -> T:
     return y
 
 
+def beside_what_changes(m: Mixture, x: T, _: T) -> T:
+    ids, y, beside = m.routed(x)[1], torch.zeros_like(x), m.each.sum() * torch.ones(WIDTH, dtype=x.dtype)
+    for e, expert in enumerate(m.experts):
+        row, _nth = torch.where(ids == e)
+        y[row] += expert(x[row]) + beside
+        beside += e + 1
+    return y
+
+
+def beside_what_is_owed(m: Mixture, x: T, ids: T) -> T:
+    """A vector that rows of other ids were added to, among the arguments of an expert."""
+    y, vector, first = x.clone(), torch.zeros(EXPERTS, dtype=x.dtype), torch.arange(EXPERTS) + ids[0, 0] * 0
+    for e in range(EXPERTS):
+        vector[first == e] += m.each[first == e] * 2
+    for e, expert in enumerate(m.experts):
+        y[ids[:, 0] == e] += expert(x[ids[:, 0] == e]) * vector.sum()
+    return y
+
+
 def where_it_is_finite(m: Mixture, x: T, _: T) -> T:
     """Elsewhere functions or their derivatives are not."""
     signed = x * (1 + m.router(x)[:, :1].square())
@@ -404,6 +423,8 @@ def without_gradients(m: Mixture, x: T, _: T) -> T:
         unwritten,
         means_of_labels,
         changed_by_another_name,
+        beside_what_changes,
+        beside_what_is_owed,
         where_it_is_finite,
         known,
         without_gradients,
@@ -505,6 +526,16 @@ class Straight(torch.autograd.Function):
         return g
 
 
+def held_while_it_changes(m: Mixture, x: T, _: T) -> T:
+    ids, y, beside = m.routed(x)[1], torch.zeros_like(x), torch.ones(WIDTH, dtype=x.dtype)
+    rows = [torch.where(ids == e)[0] for e in range(EXPERTS)]
+    made = [m.experts[e](x[rows[e]]) * beside for e in range(EXPERTS)]
+    beside += 1
+    for e in range(EXPERTS):
+        y[rows[e]] += made[e]
+    return y
+
+
 def to_another(m: Mixture, x: T, _: T) -> T:
     ids, y = m.routed(x)[1], torch.zeros_like(x)
     for e, expert in enumerate(m.experts):
@@ -531,6 +562,7 @@ REFUSED: dict[str, tuple[Then, str]] = {
         add(lambda m, y, e, x, row: Straight.apply(x[row])),
         "Straight, a function with a backward of its own, of a tensor whose size depends on values",
     ),
+    "held while it changes": (held_while_it_changes, "changed in place since"),
     "to another expert": (to_another, "added to another one's"),
     "set to another expert": (set_to_another, "written to another one's"),
     "a deviation where some are for none": (

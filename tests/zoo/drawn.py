@@ -163,6 +163,8 @@ WITH_WORDS: dict[str, Callable[[T, T, T], T]] = {  # words, which of them count,
 
 def _of_kinds(x: T, kinds: T, functions: Sequence[Callable[[T], T]]) -> T:
     """Of what is of each kind its function."""
+    if not x.dim():
+        raise ValueError("a number has no parts")
     made = x.clone()
     for kind, function in enumerate(functions):
         made[kinds == kind] = function(made[kinds == kind])

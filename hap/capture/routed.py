@@ -137,7 +137,7 @@ class Routed:
             if all(isinstance(p, Place) and p.dim is not None and p.of is first.of for p in found):
                 order = [p.dim for p in found]
             first = first.of
-        elif len(found) == 1:
+        elif len(found) == 1 and first.dtype == torch.bool:  # whole numbers are no mask, though of a one-hot tensor
             order = list(range(first.dim()))
         return self._routes.of(first) if order and len(set(order)) == len(order) else None, order
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.fit import (
@@ -43,7 +42,7 @@ from hap.plan import Strategy
 from hap.runtime.collectives import Communicator
 from hap.runtime.emulate import Core
 from hap.runtime.profile_ops import TOO_NOISY, Clock, time_calls
-from hap.runtime.profile_step import GraphTiming, ShareTiming, overheads, time_graph, time_share
+from hap.runtime.profile_step import GraphTiming, ShareTiming, overheads, rested, time_graph, time_share
 from hap.runtime.profile_wire import measure_collectives, measure_links
 
 MATRICES = ((64, 64), (256, 1024), (512, 2048))  # float32, whose update by Muon is timed
@@ -74,7 +73,7 @@ def measure(
     makers = {name: functools.partial(make_optimizer, name) for name in optimizers}
     around = {name: overheads(clock, make) for name, make in makers.items()}
     calls = {t.call: t.seconds for t in timings if t.share == 1.0}
-    together = dist.barrier if comm.world_size > 1 else _alone
+    together = functools.partial(rested, comm.device) if comm.world_size > 1 else _alone
     steps = [time_graph(graph, calls, clock, makers, together) for graph, _ in graphs]
     parts = [time_share(graph, candidates, timings, clock, together) for graph, candidates in graphs]
     muon = time_muon(clock) if "muon" in optimizers else None
@@ -111,7 +110,7 @@ class _Rank:
     muon: list[float] | None  # seconds of an update of ``MATRICES``
 
 
-def _alone() -> None:
+def _alone(rest_s: float) -> None:
     """A single rank waits for nobody."""
 
 

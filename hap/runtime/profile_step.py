@@ -13,17 +13,23 @@ its work is most of it. Fitted over both:
     update               = parameters * per_parameter_s + bytes * s_per_byte
 
 *After a wait* for the other ranks a CPU's caches hold what ran meanwhile: the calls of a share once more, cut by
-barriers, take ``resume_s`` longer for each.
+waits, take ``resume_s`` longer for each.
+
+Before each of these runs a CPU rests as it does while collectives are on the wire (``rested``). What a step reads,
+parameters and the optimizer's states, was last used a step ago. Where a machine's last cache is shared with others it
+has left the cache by then; repeated at once, the same update took half as long on such a machine.
 
 *On nothing*, where a rank has no share, a CPU still makes every call: ``empty_s`` each.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hap
@@ -46,6 +52,9 @@ FEW, MANY = 2, 14  # parameters of the two tiny programs
 STEPS = 8
 SHARE_BYTES = 8e9  # read and written by a share's calls
 CUTS = 8  # waits in a share's calls
+REST_S = (
+    0.064  # of a CPU, before a step: after as much on a shared machine nothing that was used before is in its caches
+)
 # Of a parameter's entries, about as large as initialisations make them. With larger ones activations grow from layer to
 # layer until a softmax's results are denormal numbers, with which CPUs take twice as long.
 INITIAL = 0.02
@@ -111,9 +120,10 @@ def time_graph(
     calls: Mapping[str, float],
     clock: Clock,
     optimizers: Mapping[str, MakeOptimizer],
-    together: Callable[[], object],
+    together: Callable[[float], object],
 ) -> GraphTiming:
-    """Run steps on random tensors; ``calls`` are seconds by call, ``together`` lets all ranks begin at once."""
+    """Run steps on random tensors; ``calls`` are seconds by call, ``together`` lets all ranks begin at once,
+    after so many seconds of rest (``rested``)."""
     program = lower(graph, one_device_plan(graph))
     step = Step(program, Communicator(None, clock.device))
     sources = {s.name: random_source(graph, program, s, clock.device) for s in program.forward_sources}
@@ -135,9 +145,9 @@ def time_graph(
         for _ in range(STEPS):
             optimizer.zero_grad(set_to_none=True)
             factor = clock.factor()
-            together()
+            together(REST_S)
             samples.append(clock.once(run) * factor)
-            together()
+            together(REST_S)
             updating.append(clock.once(optimizer.step) * factor)
         updates[name] = clock.of(updating[1:])
     held = list(parameters.values())
@@ -169,7 +179,7 @@ def time_share(
     candidates: Mapping[str, Sequence[Strategy]],
     timings: Sequence[Timing],
     clock: Clock,
-    together: Callable[[], object],
+    together: Callable[[float], object],
 ) -> ShareTiming:
     """The least share that was timed of the group that most nodes can be sharded by; other calls whole. The first of
     the calls that move ``SHARE_BYTES`` together, as the tensors of all are there at once."""
@@ -199,11 +209,11 @@ def time_share(
     pieces = [runs[i * len(runs) // CUTS : (i + 1) * len(runs) // CUTS] for i in range(CUTS)]
     for _ in range(STEPS):
         factor = clock.factor()
-        together()
+        together(REST_S)
         samples.append(clock.once(lambda: _all(runs)) * factor)
         seconds = 0.0
         for piece in pieces:
-            together()
+            together(REST_S / CUTS)
             seconds += clock.once(lambda piece=piece: _all(piece))  # type: ignore[misc]
         cut.append(seconds * factor)
         nothing.append(clock.once(lambda: _all(empty)) * factor)
@@ -212,6 +222,14 @@ def time_share(
         return ShareTiming(whole_s, calls_s, len(runs), 0.0, 0.0)
     resume_s = max(0.0, cut_s - whole_s) / (CUTS - 1)
     return ShareTiming(whole_s, calls_s, len(runs), resume_s, clock.of(nothing[1:]) / max(len(empty), 1))
+
+
+def rested(device: torch.device, seconds: float) -> None:
+    """All ranks begin at once, on a CPU after doing nothing for so long: a GPU's caches are its own, and hold little of
+    a step anyway. Collective."""
+    if device.type != "cuda":
+        time.sleep(seconds)
+    dist.barrier()
 
 
 def _all(calls: Sequence[Callable[[], object]]) -> None:

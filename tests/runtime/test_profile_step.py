@@ -1,4 +1,4 @@
-"""What ``hap profile`` runs whole graphs on is like what they are trained on."""
+"""What ``hap profile`` runs whole graphs on is like what they are trained on, and so is when it runs them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from torch import nn
 
 from hap.capture import capture
 from hap.codegen.lowering import lower
+from hap.rules.choices import choices
 from hap.runtime import profile_step
 from hap.runtime.collectives import Communicator
-from hap.runtime.profile_step import one_device_plan, random_source
+from hap.runtime.profile_ops import Clock, time_calls
+from hap.runtime.profile_step import CUTS, REST_S, STEPS, one_device_plan, random_source, time_graph, time_share
 from hap.runtime.step import Step
 
 
@@ -45,3 +47,16 @@ def test_whole_graphs_are_timed_without_denormal_numbers(monkeypatch: pytest.Mon
     assert denormal() == 0
     monkeypatch.setattr(profile_step, "INITIAL", 1.0)
     assert denormal() > 0.001  # what the smaller parameters are for
+
+
+def test_before_each_run_of_a_step_ranks_rest_and_before_pieces_of_a_share_as_long_together() -> None:
+    graph = capture(nn.Linear(8, 8), torch.ones(4, 8), loss_fn=lambda out: out.sum())
+    clock, rests = Clock(torch.device("cpu")), list[float]()
+    strategies = choices(graph).strategies
+    timings = list(time_calls(graph, strategies, clock))
+    calls = {t.call: t.seconds for t in timings if t.share == 1.0}
+    time_graph(graph, calls, clock, {"sgd": lambda held: torch.optim.SGD(held)}, rests.append)
+    assert rests == [REST_S] * 2 * STEPS  # forward and backward, and the update
+    rests.clear()
+    time_share(graph, strategies, timings, clock, rests.append)
+    assert rests == [REST_S, *[REST_S / CUTS] * CUTS] * STEPS

@@ -103,6 +103,7 @@ class Together:
         self.grid, self.numbers, self.part_of = tuple(ids.shape), tuple(numbers), part_of
         self._done: dict[tuple[int, ...], Any] = {}
         self._each: dict[tuple[int, ...], Each] = {}
+        self._rows: dict[int, torch.Tensor] = {}  # by their id
         ids = ids.reshape(-1).to(torch.int64)
         self.is_any: torch.Tensor | None = None
         if self.numbers == tuple(range(len(numbers))):
@@ -129,8 +130,15 @@ class Together:
     def _of(self, alike: tuple[Term, ...]) -> Any:
         key = tuple(map(id, alike))
         if key not in self._done:
-            self._done[key] = self._computed(alike)
+            found = self._done[key] = self._computed(alike)
+            for one in found if isinstance(found, (tuple, list)) else (found,):
+                self._of_all(one)
         return self._done[key]
+
+    def _of_all(self, found: torch.Tensor) -> torch.Tensor:
+        """It has a row for every place of the ids."""
+        self._rows[id(found)] = found
+        return found
 
     def _computed(self, alike: tuple[Term, ...]) -> Any:
         first = alike[0]
@@ -218,10 +226,11 @@ class Together:
         if value is None or at >= len(args) or not isinstance(args[at], torch.Tensor) or not self._is_of_rows(args[at]):
             return args
         is_any = self.is_any.view(-1, *(1,) * (args[at].dim() - 1))  # type: ignore[union-attr]
-        return [*args[:at], torch.where(is_any, args[at], value), *args[at + 1 :]]
+        return [*args[:at], self._of_all(torch.where(is_any, args[at], value)), *args[at + 1 :]]
 
     def _is_of_rows(self, found: torch.Tensor) -> bool:
-        return found.dim() > 0 and found.shape[0] == len(self.of_row)
+        """Not one of all experts alike that happens to be as long."""
+        return id(found) in self._rows
 
     def _linear(self, input: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:
         if not isinstance(weight, Each):

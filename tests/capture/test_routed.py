@@ -130,6 +130,15 @@ def domains(m: Mixture, x: T, ids: T) -> T:
     return y
 
 
+def over_as_many(m: Mixture, x: T, _: T) -> T:
+    """Divided by the same numbers in every row, as many as there are rows, some of which are for no expert."""
+    ids, y, over = m.router(x).argmax(-1), torch.zeros_like(x), torch.linspace(0.5, 2.0, ROWS, dtype=x.dtype)
+    for e in (3, 0, 1):
+        row = torch.where(ids == e)[0]
+        y[row] += (torch.cat([m.experts[e](x[row]), x[row]], dim=-1) / over)[:, WIDTH // 2 : WIDTH // 2 + WIDTH]
+    return y
+
+
 def several_layers(m: Mixture, x: T, _: T) -> T:
     return by_where(m, x + by_where(m, x, _), _)
 
@@ -148,6 +157,7 @@ TOGETHER: dict[str, tuple[Then, int]] = {  # and how many products with experts 
     "the best by its place": (best_by_place, 2),
     "the best, by lists": (best_of_lists, 2),
     "domains": (domains, 2),
+    "over as many": (over_as_many, 2),
     "several layers": (several_layers, 4),
 }
 

@@ -21,13 +21,26 @@ from collections.abc import Sequence
 
 from hap.cost_models.compute import parts_seconds
 from hap.graph import Node
+from hap.hosts import Device
 from hap.placement import REPLICATE, Partial, Shard
 from hap.plan import Strategy
+from hap.search.bound import computes_like
 from hap.search.prices import Facts
 
 
 def find_chain(facts: Facts) -> frozenset[str]:
-    """The calls of the path."""
+    """The calls of the path; found once for a graph, its candidates and a first device of this kind."""
+    device = facts.cluster.devices[0]
+    kept = facts.found if type(device) is Device else facts.here  # a measured one is like no other
+    key = f"chain, {computes_like(device)}"
+    if key not in kept:
+        kept[key] = _find_chain(facts)
+    found = kept[key]
+    assert isinstance(found, frozenset)
+    return found
+
+
+def _find_chain(facts: Facts) -> frozenset[str]:
     device = facts.cluster.devices[0]
     best_s: dict[str, float] = {}  # of a path that ends in the call
     before: dict[str, str | None] = {}

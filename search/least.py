@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from operator import attrgetter
 
 import numpy as np
@@ -41,6 +42,13 @@ class Least:
     _known: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _measured: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _weights: dict[tuple[Collective, str], list[Array]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, facts: Facts) -> Least:
+        """Found once for a cluster."""
+        found = facts.here.setdefault("least", cls(facts))
+        assert isinstance(found, cls)
+        return found
 
     def seconds(self, kind: Collective, nbytes: int) -> float:
         if isinstance(self.facts.cluster, CalibratedCluster):
@@ -108,9 +116,18 @@ def row_weights(stage: Stage, classes: RankClasses) -> Array:
     if scale == 0:
         return np.full(len(table), 1 / len(table))
     rows, inverse, counts = np.unique(np.round(table / scale, 10), axis=0, return_inverse=True, return_counts=True)
-    model, n = mathopt.Model(name="game"), len(classes.counts)
+    found = _game(rows.tobytes(), len(classes.counts))
+    weights: Array = (found / found.sum() / counts)[inverse.ravel()]
+    return weights
+
+
+@lru_cache(maxsize=1024)
+def _game(table: bytes, n: int) -> Array:
+    """The best weights of the rows of such a table, of ``n`` kinds of ranks. Many stages have the same one."""
+    rows = np.frombuffer(table).reshape(-1, 1 + 2 * n)
+    model = mathopt.Model(name="game")
     y = [model.add_variable(lb=0) for _ in rows]
-    least = [model.add_variable(lb=-np.inf) for _ in tables]
+    least = [model.add_variable(lb=-np.inf) for _ in range(2)]
     model.add_linear_constraint(sum(y) == 1)
     for side, variable in enumerate(least):
         for c in range(n):
@@ -119,6 +136,4 @@ def row_weights(stage: Stage, classes: RankClasses) -> Array:
     model.maximize(sum(float(k) * v for k, v in zip(rows[:, 0], y, strict=True)) + sum(least))
     result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
     assert result.has_primal_feasible_solution(), "a game has a value"
-    found = np.maximum(0.0, np.array([result.variable_values()[v] for v in y]))
-    weights: Array = (found / found.sum() / counts)[inverse.ravel()]
-    return weights
+    return np.maximum(0.0, np.array([result.variable_values()[v] for v in y]))

@@ -60,6 +60,7 @@ from hap.search.doubled import (
     taken_apart,
 )
 from hap.search.flows import Transport
+from hap.search.least import Least
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import DUAL_STEPS, seeded, until
@@ -140,7 +141,8 @@ class _Program(Relaxation):
         self.hosts, self.apart_s, self.beside_s = hosts, apart_s, beside_s
         self.doubled = doubled = Doubled.of(facts)
         self.where = doubled.where
-        other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here={})
+        here: dict[str, object] = {"least": Least.of(facts)}
+        other = replace(facts, candidates=doubled.candidates, _held={}, _alive={}, found=doubled.found, here=here)
         other.__dict__.update(colours=doubled.colours, calls=facts.calls)
         super().__init__(other, weighted_bound(facts)[1], DoubledFlows.of(other, crowded=False))
         on_host = Counter(d.host for d in facts.cluster.devices)

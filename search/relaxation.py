@@ -119,7 +119,7 @@ class Relaxation(Rows):
         flows = Flows.of(facts) if flows is None else flows
         super().__init__(flows)
         self.flows = flows
-        self.facts, self.least = facts, Least(facts)
+        self.facts, self.least = facts, Least.of(facts)
         self.slices = ClassForms(facts.cluster, RankClasses.find(facts.cluster))
         self.devices, counts = device_classes(facts.cluster)
         self.weight = np.array(weights) / float(np.array(weights) @ np.array(counts))

@@ -18,6 +18,7 @@ from hap.search.prices import Facts
 from hap.search.rounding import round_shares
 from tests.search.models import cluster, gpt2, mixer, mlp
 from tests.search.test_bound import random_strategies
+from tests.search.test_bound_measured import measured
 
 DEVICES = cluster((1, "16GB"), (2, "16GB"), (4, "16GB"), memory_bandwidth="50GB/s")
 
@@ -67,3 +68,14 @@ def test_stages_take_as_long_as_the_groups_of_the_path_one_after_the_other(seed:
                     busy[group] += [node_seconds(graph, node, s, sizes, d, d.rank) for d in DEVICES.devices]
             done = evaluate(graph, strategies, sizes, DEVICES)
             assert sum(float(t.max()) for t in busy.values()) <= done.stages_s * (1 + 1e-9)
+
+
+def test_of_measured_devices_it_is_found_for_each_cluster_by_itself() -> None:
+    """A described device stands for all that compute like it; a measured one only for itself, though facts of other
+    clusters know what was found of the graph."""
+    found = mlp(batch=64, width=256)
+    described = Facts(found.graph, found.strategies, DEVICES, "adamw")
+    assert find_chain(described.on(DEVICES)) is find_chain(described)
+    first = Facts(found.graph, found.strategies, measured(0), "adamw")
+    assert find_chain(first) is find_chain(first)
+    assert find_chain(first.on(measured(1))) is not find_chain(first)

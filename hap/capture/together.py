@@ -202,7 +202,7 @@ class Together:
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.is_any is not None:
-            args = self._safe(getattr(func, "__name__", "").strip("_"), args)
+            args = self._safe(getattr(func, "__name__", "").strip("_"), args, kwargs)
         if not any(isinstance(one, Each) for one in (*args, *kwargs.values())):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "").strip("_")
@@ -218,17 +218,19 @@ class Together:
         )
         return func(*(self._of_rows(a, dims) for a in args), **{k: self._of_rows(a, dims) for k, a in kwargs.items()})
 
-    def _safe(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
+    def _safe(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """Rows of no expert, whose gradient is 0, may not come where a derivative is infinite."""
         if name in _DEVIATIONS:
             raise SelectionError(f"{name} of rows for experts, where some rows may be for none of them")
+        if (name in _UNDER or name in SAFE) and any(map(self._is_of_rows, kwargs.values())):
+            raise SelectionError(f"{name} of rows for experts as an argument by name: give it by its position")
         at, value = (_UNDER[name], 1) if name in _UNDER else (0, SAFE.get(name))
         if value is None or at >= len(args) or not isinstance(args[at], torch.Tensor) or not self._is_of_rows(args[at]):
             return args
         is_any = self.is_any.view(-1, *(1,) * (args[at].dim() - 1))  # type: ignore[union-attr]
         return [*args[:at], self._of_all(torch.where(is_any, args[at], value)), *args[at + 1 :]]
 
-    def _is_of_rows(self, found: torch.Tensor) -> bool:
+    def _is_of_rows(self, found: Any) -> bool:
         """Not one of all experts alike that happens to be as long."""
         return id(found) in self._rows
 

@@ -289,12 +289,17 @@ def to_another(m: Mixture, x: T, _: T) -> T:
     return y
 
 
-def of_inputs_deviated(m: Mixture, x: T, ids: T) -> T:
-    y = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        row, _ = torch.where(ids == e)
-        y.index_add_(0, row, x[row] / x[row].std(-1, keepdim=True))
-    return y
+def of_inputs(make: Callable[[T], T]) -> Then:
+    """By ids of which nothing is known."""
+
+    def then(m: Mixture, x: T, ids: T) -> T:
+        y = torch.zeros_like(x)
+        for e in range(EXPERTS):
+            row, _ = torch.where(ids == e)
+            y.index_add_(0, row, make(x[row]))
+        return y
+
+    return then
 
 
 def set_to_another(m: Mixture, x: T, ids: T) -> T:
@@ -312,8 +317,12 @@ REFUSED: dict[str, tuple[Then, str]] = {
     "to another expert": (to_another, "added to another one's"),
     "set to another expert": (set_to_another, "written to another one's"),
     "a deviation where some are for none": (
-        of_inputs_deviated,
+        of_inputs(lambda rows: rows / rows.std(-1, keepdim=True)),
         "where some rows may be for none of them",
+    ),
+    "a root by name where some are for none": (
+        of_inputs(lambda rows: torch.sqrt(input=rows.abs())),
+        "give it by its position",
     ),
     "a check": (each(checked), "a check whether there are any can be left out"),
     "its own sum": (add(lambda m, y, e, x, row: m.experts[e](x[row] + y[row])), "rows that are sent to one expert"),

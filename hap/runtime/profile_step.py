@@ -17,7 +17,7 @@ waits, take ``resume_s`` longer for each.
 
 Before each of these runs a CPU rests as it does while collectives are on the wire (``rested``). What a step reads,
 parameters and the optimizer's states, was last used a step ago. Where a machine's last cache is shared with others it
-has left the cache by then; repeated at once, the same update took half as long on such a machine.
+has left the cache by then, and repeated at once the same update takes much less time.
 
 *On nothing*, where a rank has no share, a CPU still makes every call: ``empty_s`` each.
 """
@@ -52,9 +52,7 @@ FEW, MANY = 2, 14  # parameters of the two tiny programs
 STEPS = 8
 SHARE_BYTES = 8e9  # read and written by a share's calls
 CUTS = 8  # waits in a share's calls
-REST_S = (
-    0.064  # of a CPU, before a step: after as much on a shared machine nothing that was used before is in its caches
-)
+REST_S = 0.064  # of a CPU before a step: by then what was used before has left a cache that others use, too
 # Of a parameter's entries, about as large as initialisations make them. With larger ones activations grow from layer to
 # layer until a softmax's results are denormal numbers, with which CPUs take twice as long.
 INITIAL = 0.02

@@ -13,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,19 @@ def race(body: Body) -> str:
 
 def _commits(body: Body) -> list[str]:
     """Where the cases are of several commits: which cluster's of which."""
+    pairs = [(str(case["commit"]), case["cluster"]) for case in body.get("cases") or ()]
+    return _of_several(pairs, "The cases are", "python benchmarks/race.py --clusters ...")
+
+
+def _of_several(pairs: Sequence[tuple[str, str]], words: str, command: str) -> list[str]:
+    """What is of which commit, (commit, name), if there are several."""
     of: dict[str, dict[str, None]] = {}
-    for case in body.get("cases") or ():
-        of.setdefault(str(case["commit"]), {})[case["cluster"]] = None
+    for commit, name in pairs:
+        of.setdefault(commit, {})[name] = None
     if len(of) < 2:
         return []
-    told = "; ".join(f"{', '.join(clusters)} at {commit}" for commit, clusters in of.items())
-    return [f"The cases are of several runs, each by `python benchmarks/race.py --clusters ...`: {told}."]
+    told = "; ".join(f"{', '.join(names)} at {commit}" for commit, names in of.items())
+    return [f"{words} of several runs, each by `{command}`: {told}."]
 
 
 def accumulate(body: Body) -> str:
@@ -201,7 +207,9 @@ def accuracy(body: Body) -> str:
         rows.append(["ranking of plans, Kendall's tau of the worst cluster", f"{tau:.2f}"])
     if (tau := body["figures"].get("kendall_tau_worst_cluster_pairs_apart")) is not None:
         rows.append(["the same over the plans that differ by more than steps of one plan do", f"{tau:.2f}"])
-    return f"{markdown_table(['predicted against measured', ''], rows)}\n\n{_source('accuracy', body)}"
+    table = markdown_table(["predicted against measured", ""], rows)
+    runs = _of_several(body["slices"], "The figures are", "python benchmarks/accuracy.py --only ... --cluster ...")
+    return "\n\n".join([table, *runs, _source("accuracy", body)])
 
 
 def collectives(body: Body) -> str:
@@ -241,13 +249,17 @@ def filled(text: str, results: Path = RESULTS) -> str:
         if name not in SECTIONS or f"<!-- /{name} -->" not in text:
             raise ValueError(f"<!-- {name} -->: {'not closed' if name in SECTIONS else 'no such section'}")
         path = results / f"{name}.json"
-        if path.exists():
-            inside = SECTIONS[name](json.loads(path.read_text(encoding="utf-8")))
-        else:
-            inside = f"Not measured yet: `python benchmarks/{name}.py`."
+        inside = SECTIONS[name](_read(path)) if path.exists() else f"Not measured yet: `python benchmarks/{name}.py`."
         pattern = re.compile(f"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.S)
         text = pattern.sub(lambda match, inside=inside: f"{match[1]}{inside}\n{match[2]}", text)  # type: ignore[misc]
     return text
+
+
+def _read(path: Path) -> Body:
+    """A report, and (commit, name) of each of its slices, where it is made of some (``accuracy``)."""
+    parts = sorted(path.with_suffix("").glob("*.json"))
+    slices = [(json.loads(one.read_text(encoding="utf-8"))["commit"], one.stem) for one in parts]
+    return {**json.loads(path.read_text(encoding="utf-8")), "slices": slices}
 
 
 def main(argv: list[str] | None = None) -> int:

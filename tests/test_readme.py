@@ -45,6 +45,18 @@ def test_the_race(tmp_path: Path) -> None:
     assert "(benchmarks/results/race.md); `python benchmarks/x.py` at abc, 2 cores of CPU)" in text
 
 
+def test_what_is_of_several_commits_says_which(tmp_path: Path) -> None:
+    (tmp_path / "accuracy").mkdir()
+    for name, commit in (("equal", "abc"), ("memory", "abc"), ("public", "abc")):
+        (tmp_path / "accuracy" / f"{name}.json").write_text(json.dumps({"commit": commit}))
+    assert "several runs" not in written(tmp_path, "accuracy", step_time_median_error=0.05)
+    (tmp_path / "accuracy" / "public.json").write_text(json.dumps({"commit": "def"}))
+    text = written(tmp_path, "accuracy", step_time_median_error=0.05)
+    assert "--only ... --cluster ...`: equal, memory at abc; public at def." in text
+    cases = [{"commit": "abc", "cluster": "links"}, {"commit": "def", "cluster": "both"}]
+    assert "--clusters ...`: links at abc; both at def." in written(tmp_path, "race", cases)
+
+
 def test_the_others(tmp_path: Path) -> None:
     counts = {"models_total": 30, "models_planned": 29, "models_equal": 28, "models_wrong": 0, "rules_missing": 1}
     text = written(tmp_path, "zoo", **counts, worst_relative_error=3e-12)

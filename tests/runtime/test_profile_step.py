@@ -60,3 +60,12 @@ def test_before_each_run_of_a_step_ranks_rest_and_before_pieces_of_a_share_as_lo
     rests.clear()
     time_share(graph, strategies, timings, clock, rests.append)
     assert rests == [REST_S, *[REST_S / CUTS] * CUTS] * STEPS
+
+
+def test_only_cpu_ranks_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[object]()
+    monkeypatch.setattr(profile_step.time, "sleep", done.append)
+    monkeypatch.setattr(profile_step.dist, "barrier", lambda: done.append("together"))
+    profile_step.rested(torch.device("cpu"), 0.25)
+    profile_step.rested(torch.device("cuda"), 0.25)
+    assert done == [0.25, "together", "together"]

@@ -172,7 +172,7 @@ def _carried(p: Problem, rho: Array, sigma: Array) -> Array:
 def _common(rho: Array, sigma: Array) -> tuple[NDArray[np.intp], NDArray[np.intp], Array]:
     """Ranges of lengths rho and of lengths sigma over the same index: which two overlap, and by how much."""
     have, want = np.cumsum(rho), np.cumsum(sigma)
-    ends = np.unique(np.concatenate([have, want]))
+    ends = np.sort(np.concatenate([have, want]))  # of those that are equal all but one begin ranges of nothing
     begins = np.concatenate([[0.0], ends[:-1]])
     middle, last = (begins + ends) / 2, len(rho) - 1
     i, j = (np.minimum(np.searchsorted(edge, middle, side="right"), last) for edge in (have, want))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hap.conversion import collective_kind
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
 from hap.search.cases import find_main, find_shared
@@ -79,6 +80,10 @@ class DoubledFlows(Flows):
         )
         moved = {(p, q) for p, (g, at) in there.items() for q, (h, to) in here.items() if g == h and at != to}
         return [pair for pair in super().pairs(produced, wanted) if pair not in moved]
+
+    def is_free(self, source: Placement, target: Placement) -> bool:
+        """Cutting a piece out is compute."""
+        return collective_kind(source, target) == "slice"
 
     def price_of(self, paid: Paid) -> object:
         return super().price_of(paid), crosses(paid.source, paid.target)

@@ -74,7 +74,7 @@ class Flows(Rows):
         self.count: dict[int, int] = {}
         self.first: dict[int, str] = {}
         self.transports: list[Transport] = []
-        self.shared: dict[int, tuple[int, int]] = {}  # flow -> C and row, where there is one
+        self.shared: dict[int, tuple[int, int]] = {}  # flow of another slot than the first -> E and row
         self.conversions: list[Paid] = []
         self._of_batches: list[float] = []  # of every conversion: what of it a batch pays
         self.kept: list[tuple[int, int]] = []  # copies that both passes read, and bytes of one
@@ -167,6 +167,10 @@ class Flows(Rows):
         whole = {q for q, target in wanted.items() if not isinstance(target, Partial)}
         return [(p, q) for p in produced for q in wanted if q in whole or p in summed]
 
+    def is_free(self, source: Placement, target: Placement) -> bool:
+        """Whether a conversion costs nothing on any cluster."""
+        return False
+
     def _converted(
         self,
         value: Value,
@@ -177,15 +181,17 @@ class Flows(Rows):
         """``part``: what of a conversion a batch pays."""
         nbytes = self.facts.graph.meta(value).nbytes
         for (p, target), users in users_of.items():
-            source = produced[p]
+            source, ((first, each), *others) = produced[p], users
             assert source is not None
-            variable, each = users[0]
-            if len(users) > 1:
-                variable, each = self._variable("C"), 1
-                for flow, times in users:
-                    row = self._row("shared", 0.0, np.inf, [(variable, times), (flow, -1.0)])
-                    self.shared[flow] = variable, row
-            self._pay(part, Paid(variable, each, nbytes, source, target))
+            if self.is_free(source, target):
+                continue
+            self._pay(part, Paid(first, each, nbytes, source, target))
+            if others:
+                more = self._variable("E")
+                self._pay(part, Paid(more, 1, nbytes, source, target))
+                for flow, times in others:
+                    terms = [(more, float(times)), (first, times / each), (flow, -1.0)]
+                    self.shared[flow] = more, self._row("shared", 0.0, np.inf, terms)
 
     @cached_property
     def prices(self) -> tuple[list[Paid], NDArray[np.int64]]:

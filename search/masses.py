@@ -190,10 +190,8 @@ class _Program(Relaxation):
         return copies, rows, between
 
     def conversion_s(self, nbytes: int, source: Placement, target: Placement) -> float:
-        """Cutting a piece out is left out: it is compute."""
+        """Of what is not free."""
         kind = collective_kind(source, target)
-        if kind == "slice":
-            return 0.0
         crossing_s = nbytes * (1 - 1 / self.hosts) * self.apart_s if crosses(source, target) else 0.0
         return self.least.seconds(kind, nbytes) + crossing_s
 

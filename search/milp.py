@@ -7,13 +7,14 @@ milliseconds and gigabytes (HiGHS drops coefficients under 1e-9; feasibility-det
 
     x[a,i] in {0,1}     option i is taken by class a                                       (_decisions)
     f[v,k,p,q] in [0,1] slot k reads in q what was produced in p                           (_transport)
-    c[v,p,q] in [0,1]   v is converted from p to q, once for all slots that want q         (_converted)
+    c[v,p,q] in [0,1]   v is converted from p to q, once for all slots that want q: the flow of one of them, and a
+                        variable for what is converted for the others alone                (_converted)
     T >= 0              the compute time of the slowest rank (slices are compute, and are in its rows)
 
     one:      sum_i x[a,i] = 1                                                             (_decisions)
     produced: sum_q f[v,k,p,q] = sum_{i gives p} x[a(v),i]                                 (_transport)
     wanted:   sum_p f[v,k,p,q] = sum_{j wants q} x[reader(k),j]                            (_transport)
-    shared:   c[v,p,q] >= f[v,k,p,q]   for every slot k that wants q                       (_converted)
+    shared:   c[v,p,q] >= f[v,k,p,q]   for every other slot k that wants q                 (_converted)
     together: sum of x of input u sharded in group g = the same of input u'                (_together)
     compute:  T >= sum seconds[a,i,r] x[a,i] + sum slice[v,q,r] c[v,p,q]   for every r     (_device_rows)
     memory:   sum held[a,i,r,m] x[a,i] + sum copy[v,q,r,m] c[v,p,q] <= capacity[r]
@@ -198,12 +199,15 @@ class Skeleton:
         return flows
 
     def _converted(self, users: Sequence[Terms]) -> Terms:
-        """One conversion for all its users: the flow itself if there is one user, else a variable above each."""
+        """One conversion for all its users: the flow of the one of fewest terms, and, where there are others, what is
+        converted for these alone."""
+        shortest = min(range(len(users)), key=lambda k: len(users[k]))
         if len(users) == 1:
-            return users[0]
-        converted = [self._unit("c")]
-        for flow in users:
-            self._row("shared", 0.0, 1.0, converted, flow)
+            return users[shortest]
+        converted = [*users[shortest], self._unit("c")]
+        for k, flow in enumerate(users):
+            if k != shortest:
+                self._row("shared", 0.0, 1.0, converted, flow)
         return converted
 
     def _together(self) -> None:

@@ -13,13 +13,14 @@ adding up its rows over what looks alike, which can only make the minimum smalle
     F[v,k,p,q] >= 0       of the values v (colour of the producer after R - 1 rounds, which output, and of one of many
                           who reads it, in colours after R - 2), how many are read by slot k (the reader's colour after
                           R - 2) in q when they were produced in p
-    C[v,p,q] >= 0         how many are converted from p to q
+    E[v,p,q] >= 0         how many more are converted from p to q than the first slot, f, reads so, which come to
+                          C[v,p,q] = E[v,p,q] + F[v,f,p,q] / m[v,f]
 
     one:      sum_i x[a,i] = 1
     produced: sum_q F[v,k,p,q] = m[v,k] sum_{a in v, i gives p} n[v,a] x[a,i]     m: such reads of each of these values,
                                                                                   n: of which so many are made by a's
     wanted:   sum_p F[v,k,p,q] = sum_{a in k, j wants q} |a| x[a,j]
-    shared:   m[v,k] C[v,p,q] >= F[v,k,p,q]
+    shared:   m[v,k] C[v,p,q] >= F[v,k,p,q]                                             for every other slot k
     kept:     K[v,p] + A[v,p] >= F[v,k,p,R] / m[v,k] + F[v,l,p,R] / m[v,l] - sum_{i gives p} |a| x[a,i]
                                                     for a parameter v, or a view of one, that k reads in the forward
                                                     and l in the backward pass: gathered copies there between the two;

@@ -6,7 +6,7 @@ solvers (GLOP): the first solution is found from nothing, every later one from t
 most like it, whatever its scale. The dual simplex does both, without presolve, which would take longer than most
 solutions and hide the basis: half the seconds of primal steps from the last optimum. Before its first step it weighs
 all rows of a basis, which takes as long as many steps do, unless the solver is there already and only bounds have
-changed. So every objective has a solver of its own, as long as these have not too many variables together.
+changed. So the last few objectives each have a solver of their own.
 
 Where only points below some cost are asked for, the dual steps, which raise what is proved, end once that is more.
 
@@ -40,7 +40,7 @@ from hap.search.protos import HIGHS, KeptSolver, Solution, branching, solve_once
 WORK = 4_000_000_000  # squared variables times relaxations of one program, before what is left is given to HiGHS
 LARGE = 100  # relaxations that come to more than that: what was left to HiGHS took it minutes where memory is full
 MOST = 300  # relaxations of a large one
-KEPT = 150_000  # variables of all solvers of a program
+KEPT = 3  # solvers of a program: it takes a while to make one
 TINY = 1e-12  # of an objective: nothing costs anything
 NEAR = 1e-4  # of its objective, for each relaxation that was solved: near enough to the bound
 
@@ -165,8 +165,8 @@ class WarmProgram:
         there = [s for s in self._solvers if s.basis is not None and np.array_equal(s.cost, cost)]
         if there:
             self._solvers.remove(there[0])
-        full = (len(self._solvers) + 1) * len(self.upper) > KEPT
-        found = there[0] if there else self._solvers.pop(0) if full and self._solvers else KeptSolver(self.relaxed)
+        full = len(self._solvers) == KEPT
+        found = there[0] if there else self._solvers.pop(0) if full else KeptSolver(self.relaxed)
         self._solvers.append(found)
         return found, bool(there)
 

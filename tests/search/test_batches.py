@@ -128,7 +128,9 @@ def test_as_run_a_batch_takes_the_mean() -> None:
     speeds = (10, "16GB"), (10, "16GB")
     found, on = mlp(batch=4096, width=256), cluster(*speeds, network="100MB/s", memory_bandwidth="100GB/s")
     plans = {n: plan_graph(found, on, pins=DATA_PARALLEL, batches=n) for n in (1, 2, 4, 10**6)}
-    assert all(p.strategies == plans[1].strategies and p.sizes == plans[1].sizes for p in plans.values())
+    assert all(p.sizes == plans[1].sizes for p in plans.values())
+    products = [name for name in plans[1].strategies if name.startswith(("mm", "addmm"))]  # a number is summed anywhere
+    assert products and all(p.strategies[n] == plans[1].strategies[n] for p in plans.values() for n in products)
     run = {n: p.predicted.as_run_s for n, p in plans.items()}
     first, least = run[10**6], max(plans[10**6].predicted.compute_s)
     assert 0.9 * least < first < 1.5 * least < run[1] / 4, "gradients make up most of a step"

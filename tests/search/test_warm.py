@@ -203,9 +203,9 @@ def test_it_begins_at_the_most_alike_objective_whatever_its_scale(steps: list[in
     assert len(warm._solvers) == 3 and warm._solvers[-1] is solvers[1]
 
 
-def test_a_program_has_no_more_solvers_than_their_size_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_has_no_more_solvers_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that was asked longest ago is asked for something else; the optimum is the same."""
-    monkeypatch.setattr("hap.search.warm.KEPT", 80)
+    monkeypatch.setattr("hap.search.warm.KEPT", 2)
     rng = np.random.default_rng(2)
     costs = [rng.integers(1, 30, 40).astype(np.float64) for _ in range(4)]
     held = rng.integers(0, 9, (3, 40)).astype(np.float64)

@@ -1,7 +1,8 @@
 """How long planning takes, and how far a plan is from the best: seconds, variables, predicted step, bound, gap.
 
 The cases are those of ``planning_cases``. Seconds are of ``plan_graph`` with its choices by the wall clock, on two
-cores, as bounds are proved in a process of their own; CPU seconds are of both processes. Capture is apart. With
+cores, as bounds are proved in a process of their own; CPU seconds are of both processes. Each case is planned in a new
+process, after its capture, which is apart: nothing is known or loaded from the case before. With
 ``--only`` the other rows stay as they were in the last result, so that a long list can be run in pieces. What
 ``planning_ablations.py``, ``planning_sailor.py``, ``planning_hap.py`` and ``planning_astar.py`` found is read from
 their results, if they are there.
@@ -11,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(NAME, "How long planning takes, and how far a plan is from the best.", argv, parser)
     if options.extra.batches != 1 and options.out == RESULTS:
         parser.error("--batches: the results are of steps of one batch; --out another folder")
-    torch.set_num_threads(1)
     every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE] + list(LARGE)
     wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
     wanted = [] if options.extra.tables else wanted
@@ -126,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"--tables: {options.out} has no result of this benchmark")
         report.taken_by(json.loads((options.out / f"{NAME}.json").read_text()))
     for case in wanted:
-        known[case] = planned(*case.split("@"), batches=options.extra.batches)
+        known[case] = _alone(case, options.extra.batches)
         print(_line(known[case]), file=sys.stderr, flush=True)
         _keep(options.out, known)
     rows = [known[case] for case in dict.fromkeys([*every, *wanted]) if case in known]
@@ -166,6 +168,13 @@ def _known(out: Path) -> dict[str, Row]:
         return {}
     found = json.loads(path.read_text()).get("cases", {})
     return {case: Row(**{k: v for k, v in row.items() if not k.startswith("gap")}) for case, row in found.items()}
+
+
+def _alone(case: str, batches: int) -> Row:
+    """In a process that ends with it."""
+    new = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=new, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return pool.submit(planned, *case.split("@"), batches=batches).result()
 
 
 def planned(model: str, name: str, *, batches: int = 1) -> Row:

@@ -11,7 +11,8 @@ before, are the same everywhere.
 
 One thing may be offered to it, to be done while nobody asks anything. If it has not begun when the answer is needed the
 offer is withdrawn, and who made it does it, with the same result. There is one token in a pipe between the two: who
-takes it does it.
+takes it does it. Once it is begun, a token in the pipe says that it is no longer wanted: it is looked for between two
+pieces of work, and ends that work, so that who asks about something else does not wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
@@ -34,9 +36,14 @@ LOOK_S = 0.05  # between two looks at whether the search is to end, while an ans
 TOKEN = b"1"
 
 
+class Unwanted(Exception):
+    """What was offered and begun is no longer wanted."""
+
+
 @dataclass(frozen=True)
 class Question:
-    """A method of the worker and what it is called with. ``offered``: only if it has nothing else to do."""
+    """A method of the worker and what it is called with. ``offered``: only if it has nothing else to do, and then the
+    last argument is what is to be called between two pieces of work; it may end that by ``Unwanted``."""
 
     number: int
     method: str
@@ -98,6 +105,12 @@ class Beside:
             self._withdrawn = takes(self._token)
         return not self._withdrawn and (self._pipe is not None or offer.number in self._answers)
 
+    def drop(self, offer: Question) -> None:
+        """It is no longer wanted, whether it was begun or not."""
+        if self._pipe is not None and self.is_taken(offer) and offer.number not in self._answers:
+            self._withdrawn = True
+            os.write(self._given, TOKEN)
+
     def _send(self, question: Question) -> Question:
         self._asked.append(question)
         if self._pipe is not None:
@@ -155,10 +168,10 @@ def can_fork() -> bool:
     return len(os.sched_getaffinity(0)) > 1
 
 
-def _called(worker: object, question: Question) -> Any:
+def _called(worker: object, question: Question, *more: object) -> Any:
     """What the method returns, or raises."""
     try:
-        return getattr(worker, question.method)(*question.arguments)
+        return getattr(worker, question.method)(*question.arguments, *more)
     except Exception as e:
         return e
 
@@ -173,8 +186,18 @@ def _answer(worker: object, token: int, pipe: Connection, theirs: Connection) ->
     while (asked := questions.get()) is not None:
         if asked.offered and not questions.empty():
             questions.put(asked)  # behind what was asked
-        elif not asked.offered or takes(token):
+        elif not asked.offered:
             pipe.send((asked.number, _called(worker, asked)))
+        elif takes(token):
+            found = _called(worker, asked, partial(_check, token))
+            if not isinstance(found, Unwanted):
+                pipe.send((asked.number, found))
+
+
+def _check(token: int) -> None:
+    """Unwanted if what was begun is."""
+    if takes(token):
+        raise Unwanted
 
 
 def takes(token: int) -> bool:

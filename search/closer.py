@@ -6,7 +6,7 @@ candidates it takes, and a copy of a strategy is none of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Sent(NamedTuple):
 class Helper(LeastBound):
     """What works beside the search: on bounds, and on closer looks that it is offered."""
 
-    def closer_s(self, number: int, sent: Sent, seconds: float) -> float:
-        """As the search of that cluster has it, which is not told on the terminal."""
-        search = replace(self.searches[number], progress=Progress(after_s=float("inf")))
+    def closer_s(self, number: int, sent: Sent, seconds: float, check: Callable[[], None]) -> float:
+        """As the search of that cluster has it, which is not told on the terminal. ``check`` may end it."""
+        search = replace(self.searches[number], progress=Progress(after_s=float("inf"), asked=check))
         return search.look_closer_s(sent.on(search.problem), seconds)

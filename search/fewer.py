@@ -194,6 +194,8 @@ class Tried:
         chosen = self.best()
         assert chosen is not None and self.beside is not None, "asked of what is planned, after ``prove_beside``"
         number, planned = chosen
+        if self.offered is not None:  # clusters are looked at no more, and the answer would wait
+            self.beside.drop(self.offered[1])
         if self.is_raised:
             question = self.beside.ask("raised_s", self._aim(number, planned.best))
         else:

@@ -24,12 +24,14 @@ class OutOfTime(Exception):
 @dataclass
 class Progress:
     """Overwrites one line of ``stream``, if that is a terminal. ``budget_s`` seconds after it was made, by ``clock``,
-    the next ``check`` raises OutOfTime. PlanError for a budget that is not above 0."""
+    the next ``check`` raises OutOfTime. ``asked`` is called by every check, and may raise, too. PlanError for a budget
+    that is not above 0."""
 
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     after_s: float = AFTER_S
     budget_s: float | None = None
     clock: Callable[[], float] = time.monotonic
+    asked: Callable[[], None] = lambda: None
     _width: int = 0
 
     def __post_init__(self) -> None:
@@ -41,6 +43,7 @@ class Progress:
         """Asked between two pieces of work."""
         if self.budget_s is not None and self.clock() - self.began >= self.budget_s:
             raise OutOfTime
+        self.asked()
 
     def say(self, text: str | Callable[[], str]) -> None:
         """The line, once the search is long enough under way; looks at the budget, too. A text that takes some work is

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +28,8 @@ class Worker:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def add(self, number: int) -> tuple[int, list[int]]:
+    def add(self, number: int, check: Callable[[], None] = lambda: None) -> tuple[int, list[int]]:
+        check()
         self.asked.append(number)
         return os.getpid(), list(self.asked)
 
@@ -41,6 +44,13 @@ class Worker:
 
     def nap(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def linger(self, begun: Path, check: Callable[[], None]) -> None:
+        begun.touch()
+        for _ in range(6_000):
+            check()
+            time.sleep(0.01)
+        self.asked.append(0)
 
 
 @pytest.mark.parametrize("apart", [pytest.param(True, marks=FORKS), False])
@@ -121,6 +131,32 @@ def test_an_offer_waits_for_what_is_asked_and_can_be_withdrawn_until_then() -> N
     assert offered is not None and begun.offer("add", 2) is None  # one thing
     assert begun.answer(offered)[1] == [1] and begun.is_taken(offered)
     begun.close()
+
+
+@FORKS
+def test_an_offer_that_is_dropped_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Begun, it ends at its next check, as if nobody had asked; not begun, it never is; done, it has its answer."""
+    other = Beside(Worker(), apart=True)
+    offered = other.offer("linger", tmp_path / "begun")
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    assert offered is not None and other.is_taken(offered)
+    other.drop(offered)
+    assert not other.is_taken(offered) and other.answer(other.ask("add", 1))[1] == [1]
+    other.close()
+    waiting = Beside(Worker(), apart=True)
+    waiting.ask("nap", 0.5)
+    offered = waiting.offer("add", 2)
+    assert offered is not None
+    waiting.drop(offered)
+    assert not waiting.is_taken(offered) and waiting.answer(waiting.ask("add", 3))[1] == [3]
+    waiting.close()
+    done = Beside(Worker(), apart=True)
+    offered = done.offer("add", 4)
+    assert offered is not None and done.answer(offered)[1] == [4]
+    done.drop(offered)
+    assert done.is_taken(offered) and done.answer(done.ask("add", 5))[1] == [4, 5]
+    done.close()
 
 
 def test_where_nobody_else_could_do_it_nothing_is_offered() -> None:

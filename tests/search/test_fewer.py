@@ -14,8 +14,7 @@ from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.plan import Plan
 from hap.rules.choices import choices
-from hap.search import fewer, plan_graph, planner
-from hap.search.closer import Sent
+from hap.search import plan_graph, planner
 from hap.search.fewer import Planned, Tried
 from hap.search.found import Found
 from hap.search.least_bound import MOST_NODES
@@ -426,34 +425,3 @@ def test_the_shortest_step_that_was_met_is_told_where_another_was_chosen(monkeyp
     monkeypatch.setattr(Tried, "least_step_s", lambda self: shorter)
     told = plan_graph(MODEL, mixed("3GB/s"), leave_out=True)
     assert told.provenance.solver["least_step_s"] == shorter and told.strategies == plan.strategies
-
-
-def test_a_closer_look_in_the_other_process_is_the_one_that_is_taken_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offered while another cluster is planned for; of a plan that is made of the very same candidates."""
-    monkeypatch.setattr(fewer, "FEWEST_NODES", 0)
-    tried = nested(mixed("1GB/s"))
-    try:
-        assert tried.glance(0) and tried.beside is not None
-        search, found, seconds = tried.searches[0], tried.looks[0], tried.seen[0]
-        there = Sent.of(search.problem, found).on(search.problem)
-        assert all(there.strategies[name] is one for name, one in found.strategies.items())
-        other = tried.beside.answer(tried.beside.ask("closer_s", 0, Sent.of(search.problem, found), seconds))
-        assert other == search.look_closer_s(found, seconds)
-    finally:
-        tried.close()
-
-
-@pytest.mark.parametrize(("part", "is_offered"), [(1.05, True), (0.95, False), (1.2, False)])
-def test_what_will_probably_decide_is_offered(part: float, is_offered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a cluster whose step looks like this part of that of the one that is planned: not of one that will be planned
-    for anyway, nor of one that will not."""
-    tried = nested(mixed("1GB/s"))
-    offers: list[object] = []
-    try:
-        assert tried.glance(0) and tried.beside is not None
-        monkeypatch.setattr(Tried, "compute_s", lambda self, number: 0.0)
-        monkeypatch.setattr(tried.beside, "offer", lambda *given: offers.append(given))
-        tried.offer_closer([0], tried.looks_s(0) / part)
-    finally:
-        tried.close()
-    assert bool(offers) == is_offered

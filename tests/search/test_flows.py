@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import cache
 
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hap.capture import capture
 from hap.cluster import ClusterSpec
+from hap.conversion import collective_kind
+from hap.rules.choices import Choices, choices
 from hap.search.bound import weighted_bound
 from hap.search.doubled import Doubled, DoubledFlows
 from hap.search.flows import Flows
@@ -21,6 +29,29 @@ CLUSTERS = (
     hosts((1, 2), (0.5, 2), network="1GB/s"),
     hosts((1, 4), (1, 4), (0.3, 4), (0.3, 4), network="100MB/s"),
 )
+
+
+class Gated(nn.Module):
+    """Layers of which each multiplies by the same value."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.gate, self.layers = nn.Linear(width, width), nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(x)
+        for layer in self.layers:
+            x = layer(x).relu() * gate
+        return x
+
+
+@cache
+def gated() -> Choices:
+    with torch.device("meta"):
+        model, x = Gated(64, 12), torch.empty(64, 64)
+    return choices(capture(model, x, loss_fn=nn.functional.mse_loss, example_targets=x, name="gated"))
+
+
 MODELS = {"mlp": mlp(64, 64, 3), "gpt2": gpt2(layers=2)}
 
 
@@ -48,6 +79,38 @@ def test_conversions_that_are_priced_together_cost_alike(name: str) -> None:
     for paid, unit in zip(flows.conversions, flows.units, strict=True):
         seconds = program.conversion_s(paid.nbytes, paid.source, paid.target)
         assert program.cost[paid.variable] == pytest.approx(seconds * unit * 1e3, rel=1e-12, abs=1e-15)
+
+
+def test_what_is_converted_is_as_much_as_the_reader_of_most_of_it_needs() -> None:
+    """With any flows: what the first reader's flow and the variable that it shares with the others come to."""
+    facts = Problem.state(gated(), CLUSTERS[0], "adamw", Pins()).facts
+    flows, rng = Flows.of(facts), np.random.default_rng(0)
+    times = {paid.variable: paid.each for paid in flows.conversions}
+    terms: dict[int, dict[int, float]] = {}
+    for row, variable, k in flows.entries:
+        terms.setdefault(row, {})[variable] = k
+    by_variable: dict[int, list[tuple[int, int]]] = {}
+    for flow, (more, row) in flows.shared.items():
+        by_variable.setdefault(more, []).append((flow, row))
+    several = set[float]()
+    for more, readers in by_variable.items():
+        (first,) = {v for flow, row in readers for v in terms[row] if v not in (more, flow)}
+        flow_of = {v: float(rng.uniform(0.0, 9.0)) for v in (first, *(flow for flow, _ in readers))}
+        short = [(flow_of[flow] - terms[row][first] * flow_of[first]) / terms[row][more] for flow, row in readers]
+        needed = [flow_of[flow] / terms[row][more] for flow, row in readers]
+        converted = flow_of[first] / times[first] + max(0.0, *short) / times[more]
+        assert converted == pytest.approx(max(flow_of[first] / times[first], *needed), rel=1e-12)
+        several.update((times[first], *(terms[row][more] for _, row in readers)))
+    assert len(several) > 1, "some read a value more often than once"
+
+
+def test_what_is_free_has_no_variable() -> None:
+    facts = facts_of("mlp", CLUSTERS[0])
+    doubled = Doubled.of(facts)
+    other = Facts(facts.graph, doubled.candidates, facts.cluster, "adamw", found=doubled.found)
+    plain, free = Flows.of(facts), DoubledFlows.of(other, crowded=False)
+    kinds = [{collective_kind(c.source, c.target) for c in flows.conversions} for flows in (plain, free)]
+    assert kinds[0] - kinds[1] == {"slice"}
 
 
 def test_flows_of_doubled_options_are_others() -> None:

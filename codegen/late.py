@@ -56,16 +56,16 @@ def late_loss(program: Program) -> LateLoss | None:
 
 def only_for_loss(program: Program) -> frozenset[int]:
     """Numbers of the forward part's instructions whose results lead to the loss alone."""
-    wanted = {*program.saved, *program.updates.values()}
+    wanted: set[str | None] = {*program.saved, *program.updates.values()}
     if program.loss in wanted:
         return frozenset()
     found: set[int] = set()
     for position in reversed(range(len(program.forward))):
         instruction = program.forward[position]
-        if any(name in wanted for name in instruction.outputs):
-            wanted.update(instruction.inputs)
-        else:
+        if wanted.isdisjoint(instruction.outputs):
             found.add(position)
+        else:
+            wanted.update(instruction.inputs)
     return frozenset(found)
 
 

@@ -244,13 +244,19 @@ class _Lowering:
         return Source(name, node.op, node.target)  # type: ignore[arg-type]
 
     def _call(self, node: Node, part: Phase) -> None:
-        strategy = self.strategies[node.name]
-        reads = zip(node.inputs, strategy.inputs, strict=True)
-        names = tuple([self._read(value, placement, part, node.module) for value, placement in reads])
+        strategies, given, made_in = self.strategies, self.names.given, self.made_in
+        strategy, in_backward, names = strategies[node.name], part == "backward", list[str]()
+        for value, target in zip(node.inputs, strategy.inputs, strict=True):
+            if strategies[value.node].outputs[value.index] is target:  # as of most that is read, in fewer calls
+                names.append(name := given[value])
+                if in_backward and made_in[name] == "forward":
+                    self.saved[name] = None
+            else:
+                names.append(self._read(value, target, part, node.module))
         for index, made in enumerate(self._made(node)):
             if made is not None:
-                self.made_in[self._define(made[0], _placed(strategy, index), made[1])] = part
-        self.parts[part].append(self._called(node, names))
+                made_in[self._define(made[0], _placed(strategy, index), made[1])] = part
+        self.parts[part].append(self._called(node, tuple(names)))
         if node.name in self.resulting:
             for index in range(len(node.outputs)):
                 for placement in self.required.get(Value(node.name, index), ()):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hap.codegen.program import DECOMPOSITIONS
 from hap.conversion import find_needs
@@ -82,11 +82,11 @@ class _Carrier:
             shares, before = round_shares(shares, n), Shard(0, 1, n, 1, "")
         for shard in stored:
             assert isinstance(shard, Shard)
-            if replace(shard, group="") == replace(before, group="") and self._deals(shard.group, shares):
+            if shard._replace(group="") == before._replace(group="") and self._deals(shard.group, shares):
                 return shard
         own = f"own{len(self.groups)}"
         self.groups[own], self.sizes[own] = (before.n, node.target), shares
-        return replace(before, group=own)
+        return before._replace(group=own)
 
     def _deals(self, group: str, shares: Sizes) -> bool:
         return self.sizes.setdefault(group, shares) == shares

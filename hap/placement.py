@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +23,7 @@ Sizes = tuple[int, ...]  # one whole number per rank
 GroupSizes = Mapping[str, Sizes]  # group name -> sizes
 
 
-@dataclass(frozen=True, order=True)
-class Shard:
+class Shard(NamedTuple):
     """Rank r holds ``sizes[r]`` of the ``n`` atoms of ``dim``, where ``sizes`` belongs to ``group``."""
 
     dim: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hap.conversion import collective_kind
 from hap.placement import Placement, Shard
@@ -62,7 +62,7 @@ class _Lying(dict[tuple[Placement | None, str], Placement | None]):
 
     def __missing__(self, key: tuple[Placement | None, str]) -> Placement | None:
         placement, where = key
-        found = replace(placement, group=f"{placement.group}@{where}") if isinstance(placement, Shard) else placement
+        found = placement._replace(group=f"{placement.group}@{where}") if isinstance(placement, Shard) else placement
         return self.setdefault(key, found)
 
     def strategy(self, option: Strategy, where: str) -> Strategy:
@@ -124,7 +124,7 @@ class Renamed(dict[str, str]):
         return self.setdefault(name, f"{group}@{where}")
 
     def all_of(self, placements: Iterable[Placement | None]) -> list[Placement | None]:
-        return [replace(p, group=self[p.group]) if isinstance(p, Shard) else p for p in placements]
+        return [p._replace(group=self[p.group]) if isinstance(p, Shard) else p for p in placements]
 
 
 def ends_of(placements: Sequence[Placement | None], numbers: Collection[int]) -> dict[int, tuple[str, int]]:
@@ -136,6 +136,6 @@ def ends_of(placements: Sequence[Placement | None], numbers: Collection[int]) ->
         if isinstance(placement, Shard):
             group, where = taken_apart(placement)
             if where == SPREAD:
-                placement = replace(placement, group=f"{group}@{TOGETHER}")
+                placement = placement._replace(group=f"{group}@{TOGETHER}")
         found[p] = where, number[placement]
     return found

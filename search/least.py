@@ -9,7 +9,7 @@ valid. The wire of an all-to-all between shards may be empty, so only its latenc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import attrgetter
 
@@ -98,7 +98,7 @@ def least_curve(kind: Collective, cluster: ClusterSpec, counts: Callable[[Stage]
 def ends_of(kind: Collective) -> tuple[Placement, Placement]:
     """A source and a target of such a collective."""
     source: Placement = _SHARD if kind in ("all_gather", "all_to_all") else REPLICATE
-    target: Placement = replace(_SHARD, dim=1) if kind in ("reduce_scatter", "all_to_all") else REPLICATE
+    target: Placement = _SHARD._replace(dim=1) if kind in ("reduce_scatter", "all_to_all") else REPLICATE
     return source, target
 
 

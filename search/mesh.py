@@ -15,7 +15,7 @@ for two; ``mesh_bound`` has one that does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hap.cluster import ClusterSpec
@@ -274,7 +274,7 @@ def of_batch(strategy: Strategy) -> Strategy:
 
 
 def _named(placement: Placement | None) -> Placement | None:
-    return replace(placement, group=BATCH) if isinstance(placement, Shard) else placement
+    return placement._replace(group=BATCH) if isinstance(placement, Shard) else placement
 
 
 def _listed(hosts: Sequence[HostSpec], rooms: Sequence[_Room]) -> str:

@@ -197,7 +197,7 @@ class Tables:
         if named is None:
             named = placement
             if isinstance(placement, Shard) and placement.group in self.same:
-                named = replace(placement, group=self.same[placement.group])
+                named = placement._replace(group=self.same[placement.group])
             self._names[id(placement)] = named
         return named
 

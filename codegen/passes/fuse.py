@@ -23,6 +23,9 @@ from hap.codegen.program import Call, Instruction, Program, RankDevice
 from hap.graph import CAST, Value
 from hap.hosts_sum import HOSTS_SUM
 
+_ADD, _SCATTER = "aten.add.Tensor", "aten.scatter.src"
+_ENDS = frozenset({_ADD, _SCATTER, CAST})  # calls that others may become one with
+
 
 def fuse_calls(program: Program) -> Program:
     """The pass."""
@@ -39,7 +42,7 @@ def _fused(program: Program, part: Sequence[Instruction], reads: Counter[str]) -
     gone: set[int] = set()  # ids of calls that went into another
     instead: dict[int, Call] = {}
     for instruction in part:
-        if not isinstance(instruction, Call):
+        if not isinstance(instruction, Call) or instruction.op not in _ENDS:
             continue
         if summed := _sum_of_cast(program, instruction, made, reads):
             dtype = program.held[str(instruction.outputs[0])].meta.dtype
@@ -58,7 +61,7 @@ def _product_with_bias(
     program: Program, add: Call, made: dict[str, Call], reads: Counter[str]
 ) -> tuple[Call, ...] | None:
     """(the call instead, the calls that go), if ``add`` adds a bias to a product that nothing else reads."""
-    if add.op != "aten.add.Tensor" or add.kwargs or len(add.inputs) != 2:
+    if add.op != _ADD or add.kwargs or len(add.inputs) != 2:
         return None
     product, bias = add.inputs
     folded: list[Call] = []
@@ -83,7 +86,7 @@ def _product_with_bias(
 
 def _among_zeros(scatter: Call, made: dict[str, Call], reads: Counter[str]) -> tuple[Call, ...] | None:
     """(the call instead, the call that goes), if ``scatter`` writes among zeros that nothing else reads."""
-    if scatter.op != "aten.scatter.src" or scatter.kwargs:
+    if scatter.op != _SCATTER or scatter.kwargs:
         return None
     into, *rest = scatter.args
     zeros = made.get(scatter.inputs[0])

@@ -28,16 +28,18 @@ def hoist_batch_sums(program: Program) -> Program:
 def _needed(program: Program, part: Sequence[Instruction], given: set[str], room: int) -> frozenset[int]:
     """Numbers of the calls that move."""
     small: dict[str, int] = {}  # name -> number of the call that makes it of the batch alone
+    known = set(given)  # and what is in ``small``
     needs: dict[int, frozenset[int]] = {}  # number of such a call -> those that it needs, and itself
     found: frozenset[int] = frozenset()
     for position, instruction in enumerate(part):
-        if isinstance(instruction, Call) and instruction.op != HOSTS_SUM:
-            names = [name for name in instruction.outputs if name is not None]
-            follows = all(name in given or name in small for name in instruction.inputs)
-            if follows and all(program.held[name].meta.nbytes <= room for name in names):
-                before = [needs[small[name]] for name in instruction.inputs if name in small]
-                needs[position] = frozenset({position}).union(*before)
-                small |= dict.fromkeys(names, position)
+        if isinstance(instruction, Call):
+            if known.issuperset(instruction.inputs) and instruction.op != HOSTS_SUM:
+                names = [name for name in instruction.outputs if name is not None]
+                if all(program.held[name].meta.nbytes <= room for name in names):
+                    before = [needs[small[name]] for name in instruction.inputs if name in small]
+                    needs[position] = frozenset({position}).union(*before)
+                    small |= dict.fromkeys(names, position)
+                    known.update(names)
         elif (work := work_of(instruction)) is not None and any(name in small for name in work.inputs):
             found = found.union(*(needs[small[name]] for name in work.inputs if name in small))
     return found

@@ -42,7 +42,8 @@ def _joined(part: Sequence[Instruction], fixed: set[str]) -> tuple[Instruction, 
     renamed: dict[str, str] = {}
     found: list[Instruction] = []
     for instruction in part:
-        instruction = _reading(instruction, renamed)
+        if renamed:
+            instruction = _reading(instruction, renamed)
         if isinstance(instruction, Call) and instruction.op in _RENAMES:
             (name,), (origin,) = instruction.outputs, instruction.inputs
             if name is not None and name not in fixed:

@@ -20,9 +20,11 @@ def sink_results(program: Program) -> Program:
 
 def _sunk(part: Sequence[Instruction]) -> tuple[Instruction, ...]:
     needs = _need_a_conversion(part)
+    if not needs:
+        return tuple(part)
     wanted: set[str] = set()  # names that some call reads which stays where it is
     sunk: list[int] = []
-    for position in reversed(range(len(part))):
+    for position in range(len(part) - 1, -1, -1):
         instruction = part[position]
         if position in needs and wanted.isdisjoint(instruction.outputs):
             sunk.append(position)

@@ -44,7 +44,7 @@ def find_windows(part: Sequence[Instruction]) -> tuple[Window, ...]:
         return ()
     made, first_read = _positions(part)
     idle, windows = _idle_from(part), []
-    products = [0, *itertools.accumulate(map(is_product, part))]  # before each position
+    products = [0, *itertools.accumulate([isinstance(i, Call) and _is_product(i.op) for i in part])]  # before each
     for position, work in works:
         ready = 1 + max((made.get(name, -1) for name in work.inputs), default=-1)
         reads = [first_read[name] for name in work.outputs if name in first_read]
@@ -123,14 +123,14 @@ _VIEWS = frozenset(
 _SEVERAL = 4
 
 
-def _positions(part: Sequence[Instruction]) -> tuple[dict[str, int], dict[str, int]]:
-    """Name -> where it is made; name -> where it is first read."""
-    made: dict[str, int] = {}
+def _positions(part: Sequence[Instruction]) -> tuple[dict[str | None, int], dict[str, int]]:
+    """Name -> where it is made, None standing for what has no name; name -> where it is first read."""
+    made: dict[str | None, int] = {}
     first_read: dict[str, int] = {}
-    for position, instruction in enumerate(part):
+    for position in range(len(part) - 1, -1, -1):
+        instruction = part[position]
         for name in instruction.inputs:
-            first_read.setdefault(name, position)
+            first_read[name] = position
         for output in instruction.outputs:
-            if output is not None:
-                made[output] = position
+            made[output] = position
     return made, first_read

@@ -143,10 +143,12 @@ def split_work(work: Work, strategy: Strategy) -> Parts:
     assert len(strategy.inputs) == len(work.read) and len(strategy.outputs) == len(work.written), "slots do not match"
     if work.op_class == "hosts":
         return _over_hosts(work, strategy)
-    slots = [*zip(strategy.inputs, work.read, strict=True), *zip(strategy.outputs, work.written, strict=True)]
-    shard = next((p for p, _ in slots if isinstance(p, Shard)), None)
-    shared = sum(nbytes for p, nbytes in slots if isinstance(p, Shard))
-    fixed = sum(nbytes for p, nbytes in slots if not isinstance(p, Shard))
+    shard, shared, fixed = None, 0, 0
+    for placement, nbytes in zip((*strategy.inputs, *strategy.outputs), (*work.read, *work.written), strict=True):
+        if isinstance(placement, Shard):
+            shard, shared = shard or placement, shared + nbytes
+        else:
+            fixed += nbytes
     if shard is None:
         moved = fixed + work.fetched_bytes
         return Parts(work.op_class, work.dtype, None, 1, work.flops, 0.0, moved, 0, False, work, strategy)

@@ -43,17 +43,25 @@ class Shard(NamedTuple):
         return f"S({self.dim}:{self.outer}x{self.n}x{self.unit}@{self.group})"
 
 
-@dataclass(frozen=True, order=True)
 class Replicate:
-    """Every rank holds the whole value."""
+    """Every rank holds the whole value. There is one, ``REPLICATE``, of every copy of it, too."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> str:
+        return "REPLICATE"
 
     def __str__(self) -> str:
         return "R"
 
 
-@dataclass(frozen=True, order=True)
 class Partial:
-    """The value is the element-wise sum of what the ranks hold."""
+    """The value is the element-wise sum of what the ranks hold. There is one, ``PARTIAL``."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> str:
+        return "PARTIAL"
 
     def __str__(self) -> str:
         return "P"

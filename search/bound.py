@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-from ortools.math_opt.python import mathopt
+from ortools.math_opt import model_pb2
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.compute import Parts, parts_seconds
@@ -37,7 +37,7 @@ from hap.hosts import Device
 from hap.placement import Shard
 from hap.plan import Strategy
 from hap.search.prices import Facts
-from hap.search.protos import SEED
+from hap.search.protos import fill_matrix, solve_once
 
 
 @dataclass(frozen=True)
@@ -89,30 +89,33 @@ def _solved(bound: Bound) -> tuple[float, ...] | None:
     """By an LP; None if the solver ends without a point. Times are measured in the longest of the bound's own lines, so
     that nanoseconds are not lost in its tolerances."""
     scale = 1.0 / max(max(line.fixed + line.slope) for lines, _ in bound.menus for line in lines)
-    model = mathopt.Model(name="weights")
-    weights = [model.add_variable(lb=0, name=f"w[{c}]") for c in range(len(bound.counts))]
-    row = model.add_linear_constraint(lb=1, ub=1, name="all")
-    for w, count in zip(weights, bound.counts, strict=True):
-        row.set_coefficient(w, count)
-    for m, (lines, count) in enumerate(bound.menus):
-        node = model.add_variable(lb=0, name=f"node[{m}]")
-        model.objective.set_linear_coefficient(node, count)
-        for s, line in enumerate(lines):
-            least = model.add_variable(lb=0, name=f"least[{m},{s}]")
-            row = model.add_linear_constraint(ub=0, name=f"strategy[{m},{s}]")
-            row.set_coefficient(node, 1.0)
-            row.set_coefficient(least, -1.0)
-            for c, w in enumerate(weights):
-                row.set_coefficient(w, -line.fixed[c] * bound.counts[c] * scale)
-                below = model.add_linear_constraint(ub=0, name=f"least[{m},{s},{c}]")
-                below.set_coefficient(least, 1.0)
-                below.set_coefficient(w, -line.slope[c] * scale)
-    model.objective.is_maximize = True
-    result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
-    if not result.has_primal_feasible_solution():
+    classes, width, rows = range(len(bound.counts)), len(bound.counts), 1
+    entries, worth = [(0, c, float(bound.counts[c])) for c in classes], dict[int, float]()
+    for lines, count in bound.menus:
+        node, width = width, width + 1
+        worth[node] = float(count)
+        for line in lines:  # a row for what the node takes at most, and one for each class's part of it
+            fixed = ((rows, c, -line.fixed[c] * bound.counts[c] * scale) for c in classes)
+            entries += [(rows, node, 1.0), (rows, width, -1.0), *fixed]
+            for c in classes:
+                entries += [(rows + 1 + c, width, 1.0), (rows + 1 + c, c, -line.slope[c] * scale)]
+            rows, width = rows + 1 + len(classes), width + 1
+    proto = model_pb2.ModelProto(name="weights")
+    proto.variables.ids.extend(range(width))
+    proto.variables.lower_bounds.extend([0.0] * width)
+    proto.variables.upper_bounds.extend([np.inf] * width)
+    proto.variables.integers.extend([False] * width)
+    proto.linear_constraints.ids.extend(range(rows))
+    proto.linear_constraints.lower_bounds.extend([1.0] + [-np.inf] * (rows - 1))
+    proto.linear_constraints.upper_bounds.extend([1.0] + [0.0] * (rows - 1))
+    fill_matrix(proto, entries, np.zeros((0, width)), rows)
+    proto.objective.maximize = True
+    proto.objective.linear_coefficients.ids.extend(worth)
+    proto.objective.linear_coefficients.values.extend(worth.values())
+    solved = solve_once(proto)
+    if solved is None:
         return None
-    values = result.variable_values()
-    found = tuple(max(0.0, values[w]) for w in weights)
+    found = tuple(max(0.0, float(solved.values[c])) for c in classes)
     return found if sum(found) > 0 else None
 
 
@@ -135,8 +138,14 @@ def make_bound(facts: Facts) -> Bound:
     """The bound's lines of every node under every strategy that was a candidate, on one device of every class."""
     devices, counts = device_classes(facts.cluster)
     menus: dict[tuple[Line, ...], int] = {}
+    known: dict[object, tuple[Line, ...]] = {}  # of calls that take as long under their strategies
     for name, strategies in facts.candidates.items():
-        lines = tuple(dict.fromkeys(node_line(facts, name, s, devices) for s in strategies))
+        kinds: object = name
+        if not facts.graph.by_name[name].is_source:
+            kinds = tuple([facts.calls.kind(name, s, measured=facts.compute.is_measured) for s in strategies])
+        if kinds not in known:
+            known[kinds] = tuple(dict.fromkeys(node_line(facts, name, s, devices) for s in strategies))
+        lines = known[kinds]
         if not any(all(f == 0 for f in line.fixed) and all(s == 0 for s in line.slope) for line in lines):
             menus[lines] = menus.get(lines, 0) + 1
     return Bound(tuple(menus.items()), counts)

@@ -88,16 +88,22 @@ class Classes:
 
 
 def find_classes(
-    graph: Graph, candidates: Candidates, *, radius: int = RADIUS, colours: Sequence[Mapping[str, int]] | None = None
+    graph: Graph,
+    candidates: Candidates,
+    *,
+    radius: int = RADIUS,
+    colours: Sequence[Mapping[str, int]] | None = None,
+    reads: Reads | None = None,
 ) -> Classes:
     """The node and value classes of a graph under its candidates. Deterministic: first appearance orders all.
-    ``colours``: those of ``find_colours``, if known."""
-    of = (colours or find_colours(graph, candidates, radius=radius))[-1]
+    ``colours`` and ``reads``: those of ``find_colours`` and ``find_reads``, if known."""
+    reads = find_reads(graph, candidates) if reads is None else reads
+    of = (colours or find_colours(graph, candidates, radius=radius, reads=reads))[-1]
     members: dict[int, list[str]] = {}
     for node in graph.nodes:
         members.setdefault(of[node.name], []).append(node.name)
     nodes = tuple(NodeClass(tuple(m), len(candidates[m[0]])) for _, m in sorted(members.items()))
-    return Classes(nodes, of, _value_classes(graph, candidates, of), _together(graph, candidates, of))
+    return Classes(nodes, of, _value_classes(candidates, of, reads), _together(graph, candidates, of))
 
 
 def read_again(classes: Classes, nodes: Collection[str], calls: Collection[str]) -> Classes:
@@ -131,7 +137,10 @@ class Read:
     number: int
 
 
-def find_reads(graph: Graph, candidates: Candidates) -> dict[Value, tuple[Read, ...]]:
+Reads = Mapping[Value, tuple[Read, ...]]
+
+
+def find_reads(graph: Graph, candidates: Candidates) -> Reads:
     """Every read of every value, in program order; those of results last."""
     found: dict[Value, list[tuple[str | None, int, Phase, tuple[Placement, ...]]]] = {}
     firsts: dict[str, tuple[int, ...]] = {}
@@ -182,11 +191,14 @@ def _firsts(keys: Sequence[object]) -> tuple[int, ...]:
     return tuple(first.setdefault(key, i) for i, key in enumerate(keys))
 
 
-def find_colours(graph: Graph, candidates: Candidates, *, radius: int = RADIUS) -> tuple[Mapping[str, int], ...]:
+def find_colours(
+    graph: Graph, candidates: Candidates, *, radius: int = RADIUS, reads: Reads | None = None
+) -> tuple[Mapping[str, int], ...]:
     """Node -> colour, after 0, 1, ..., ``radius`` rounds of refinement; after each, a colour says the colours of the
     round before of all that a node reads and is read by, and which of the placements on the way are equal. Of a value
-    that is one of many, it says who else reads it, too: all else does not tell it from the others."""
-    reads = find_reads(graph, candidates)
+    that is one of many, it says who else reads it, too: all else does not tell it from the others. ``reads``: those of
+    ``find_reads``, if known."""
+    reads = find_reads(graph, candidates) if reads is None else reads
     labels = _number((v, (_pattern(candidates, v, r), r[0].index)) for v, r in reads.items())
     inputs: dict[str, list[tuple[Value, int, int, int]]] = {n.name: [] for n in graph.nodes}
     readers: dict[str, list[tuple[str, Value, int, int, int]]] = {n.name: [] for n in graph.nodes}
@@ -267,10 +279,10 @@ def _together(
     return tuple(tuple(inputs.items()) for inputs in found.values() if len(inputs) > 1)
 
 
-def _value_classes(graph: Graph, candidates: Candidates, of: Mapping[str, int]) -> tuple[ValueClass, ...]:
+def _value_classes(candidates: Candidates, of: Mapping[str, int], all_reads: Reads) -> tuple[ValueClass, ...]:
     found: dict[object, list[tuple[Value, tuple[Placement, ...], tuple[tuple[Placement, ...], ...]]]] = {}
     shape: dict[object, tuple[int, tuple[Slot, ...]]] = {}
-    for value, users in find_reads(graph, candidates).items():
+    for value, users in all_reads.items():
         reads = _slots(users, of)
         produced = tuple(s.outputs[value.index] for s in candidates[value.node])
         assert None not in produced, f"{value} has no placement"

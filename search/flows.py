@@ -19,7 +19,7 @@ from hap.cost_models.work import is_view
 from hap.fabric import Array
 from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
-from hap.search.classes import Read, find_reads, who_reads
+from hap.search.classes import Read, who_reads
 from hap.search.prices import Facts
 from hap.search.rows import Rows
 from hap.search.saved import parts_of_calls
@@ -96,7 +96,7 @@ class Flows(Rows):
     def _reads(self) -> Sequence[Sequence[Sequence[Read]]]:
         """The reads of the values of every class."""
         classes: dict[object, list[Sequence[Read]]] = {}
-        for value, users in find_reads(self.facts.graph, self.facts.candidates).items():
+        for value, users in self.facts.every_read.items():
             who = who_reads(self.facts.graph, users, self.of_reader)
             classes.setdefault((self.of_value[value.node], users[0].index, who), []).append(users)
         return tuple(classes.values())

@@ -47,7 +47,7 @@ from numpy.typing import NDArray
 from ortools.math_opt import model_pb2, solution_pb2
 
 from hap.fabric import Array
-from hap.placement import Partial, Placement
+from hap.placement import PARTIAL, Placement
 from hap.search.branches import Decision
 from hap.search.classes import Classes, Slot, ValueClass
 from hap.search.payers import ConversionPayer, NodePayer
@@ -154,18 +154,23 @@ class Skeleton:
         supply = _grouped(v.produced[0], self.x[v.producer])
         users: dict[tuple[Placement, Placement, str], list[tuple[int, Terms]]] = {}
         for k, slot in enumerate(v.slots):
-            reader = [self.always] if slot.reader is None else self.x[slot.reader]
+            reader, copy = [self.always] if slot.reader is None else self.x[slot.reader], self._copy(number, slot)
             demand = _grouped(v.needed[0][k], reader)
-            pairs = [(p, q) for p in supply for q in demand if p == q or not isinstance(q, Partial)]
+            pairs = [(p, q) for p in supply for q in demand if q is not PARTIAL or p == q]
             for (p, q), terms in self._transport(supply, demand, pairs).items():
                 if p != q:
-                    users.setdefault((p, q, self._copy(number, slot)), []).append((k, terms))
+                    users.setdefault((p, q, copy), []).append((k, terms))
+        made: dict[Placement, tuple[Placement, ...]] = {}  # the same of all members
+        wanted: dict[tuple[int, Placement], tuple[Placement, ...]] = {}
         for (p, q, copy), flows in users.items():
-            terms = self._converted([terms for _, terms in flows])
-            i, k = v.produced[0].index(p), flows[0][0]
-            j = v.needed[0][k].index(q)
-            sources, targets = tuple(m[i] for m in v.produced), tuple(m[k][j] for m in v.needed)
-            self.payers.append(ConversionPayer(tuple(terms), v.members, sources, targets, copy))
+            terms, k = self._converted([terms for _, terms in flows]), flows[0][0]
+            if p not in made:
+                i = v.produced[0].index(p)
+                made[p] = tuple([m[i] for m in v.produced])
+            if (k, q) not in wanted:
+                j = v.needed[0][k].index(q)
+                wanted[k, q] = tuple([m[k][j] for m in v.needed])
+            self.payers.append(ConversionPayer(tuple(terms), v.members, made[p], wanted[k, q], copy))
 
     def _copy(self, number: int, slot: Slot) -> str:
         """Slots of one name share their conversions."""
@@ -179,19 +184,22 @@ class Skeleton:
     ) -> dict[tuple[Placement, Placement], Terms]:
         """A flow per pair with row sums ``supply`` and column sums ``demand``; with one row, the demand is the flow."""
         if len(supply) == 1 or len(demand) == 1:
+            reached, left = {q for _, q in pairs}, {p for p, _ in pairs}
             for q in demand:
-                if not any(target == q for _, target in pairs):
+                if q not in reached:
                     self._row("wanted", 0.0, 0.0, demand[q])
             for p in supply:
-                if not any(source == p for source, _ in pairs):
+                if p not in left:
                     self._row("produced", 0.0, 0.0, supply[p])
             return {(p, q): demand[q] if len(supply) == 1 else supply[p] for p, q in pairs}
-        out, into = {p: Terms() for p in supply}, {q: Terms() for q in demand}
+        out: dict[Placement, Terms] = {p: [] for p in supply}
+        into: dict[Placement, Terms] = {q: [] for q in demand}
         flows: dict[tuple[Placement, Placement], Terms] = {}
-        for p, q in pairs:
-            flows[p, q] = flow = [self._unit("f")]
-            out[p] += flow
-            into[q] += flow
+        for pair in pairs:
+            number = self._unit("f")
+            flows[pair] = [number]
+            out[pair[0]].append(number)
+            into[pair[1]].append(number)
         for p, terms in supply.items():
             self._row("produced", 0.0, 0.0, terms, out[p])
         for q, terms in demand.items():

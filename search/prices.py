@@ -14,9 +14,10 @@ ledger of ``hap.cost_models.memory`` finds; with what is, an estimate. The ledge
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import chain, pairwise
 
 import numpy as np
@@ -33,7 +34,7 @@ from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
 from hap.placement import GroupSizes, Placement
 from hap.plan import Recomputed, Strategy
-from hap.search.classes import Candidates, find_colours
+from hap.search.classes import Candidates, Reads, find_colours, find_reads
 from hap.search.wires import Wires
 
 MOMENTS = 9
@@ -68,7 +69,7 @@ class Facts:
         return other._knowing(self)
 
     def _knowing(self, other: Facts) -> Facts:
-        names = ("calls", "colours", "running", "position", "reads", "reads_by_part", "homes")
+        names = ("calls", "colours", "every_read", "running", "position", "reads", "reads_by_part", "homes")
         for name in (*names, "moments") if self.recomputed == other.recomputed else names:
             self.__dict__[name] = getattr(other, name)
         return self
@@ -104,7 +105,12 @@ class Facts:
 
     @cached_property
     def colours(self) -> tuple[Mapping[str, int], ...]:
-        return find_colours(self.graph, self.candidates)
+        return find_colours(self.graph, self.candidates, reads=self.every_read)
+
+    @cached_property
+    def every_read(self) -> Reads:
+        """Of every value, in program order."""
+        return find_reads(self.graph, self.candidates)
 
     @cached_property
     def running(self) -> frozenset[str]:
@@ -183,8 +189,23 @@ class Facts:
         return {value: nodes[target] for target, value in self.graph.gradients.items()}
 
     def alive(self, born: int, last: int) -> Array:
-        """(MOMENTS, 1) of 0 and 1: the moments from born to last."""
-        return ((self.moments >= born) & (self.moments <= last)).astype(np.float64)[:, None]
+        """(MOMENTS, 1) of 0 and 1: the moments from born to last. Many are equal, and are made once."""
+        moments = self._sorted_moments
+        key = bisect_left(moments, born), bisect_right(moments, last)
+        if key not in self._masks:
+            mask = ((self.moments >= born) & (self.moments <= last)).astype(np.float64)[:, None]
+            mask.flags.writeable = False
+            self._masks[key] = mask
+        return self._masks[key]
+
+    @cached_property
+    def _sorted_moments(self) -> list[float]:
+        found: list[float] = np.sort(self.moments).tolist()
+        return found
+
+    @cached_property
+    def _masks(self) -> dict[tuple[int, int], Array]:
+        return {}
 
     def held(self, name: str, strategy: Strategy) -> list[tuple[Placement, int, Array]]:
         """What a node keeps: (placement, bytes of the whole, moments) for each of its allocations."""
@@ -209,7 +230,7 @@ class Facts:
                 kept.append((0, self.graph.meta(gradient).nbytes, self.alive(born, len(self.graph.nodes))))
             return kept
         return [
-            (index, nbytes, np.max([self.alive(*span) for span in spans], axis=0))
+            (index, nbytes, reduce(np.maximum, [self.alive(*span) for span in spans]))
             for index, nbytes, spans in self._lives(name)
         ]
 

@@ -69,7 +69,7 @@ class Problem:
         choices, owned = with_owners(choices, cluster, optimizer)
         candidates = _candidates(choices, cluster, optimizer, pins)
         facts = Facts(choices.graph, candidates, cluster, optimizer, batches=batches)
-        classes = find_classes(choices.graph, candidates, colours=facts.colours)
+        classes = find_classes(choices.graph, candidates, colours=facts.colours, reads=facts.every_read)
         fixed = _fixed_sizes(choices, pins, cluster.world_size) | owned
         found = find_bundles(classes, candidates)
         free = (tuple(name for name in bundle if name not in fixed) for bundle in found)

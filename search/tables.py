@@ -112,6 +112,7 @@ class Tables:
         self._summed: dict[object, Array] = {}
         self._copied: dict[object, Array | None] = {}
         self._names: dict[int, Placement] = {}  # by the placement's id, which the skeleton keeps
+        self._is_measured = self.facts.compute.is_measured  # calls of as much work may take different times
         for number, payer in enumerate(self.skeleton.payers):
             if isinstance(payer, NodePayer):
                 for members in self._alike(self.skeleton.classes.nodes[payer.node_class].members):
@@ -156,6 +157,12 @@ class Tables:
         other.facts = facts
         return other
 
+    def _ends(self, payer: ConversionPayer) -> list[tuple[Sequence[Value], Placement, Placement]]:
+        """Values that are converted alike, and of the first from what and to what; see ``_alike``."""
+        if not self.pinned:
+            return [(payer.values, payer.sources[0], payer.targets[0])]
+        return [((v,), *ends) for v, *ends in zip(payer.values, payer.sources, payer.targets, strict=True)]
+
     def _alike(self, members: Sequence[T]) -> list[Sequence[T]]:
         """Parts of a class whose members pay for the same: all of them, as corresponding groups have equal sizes;
         unless some of the sizes are pinned."""
@@ -187,7 +194,15 @@ class Tables:
     def _signature(self, parts: Parts) -> object:
         """Equal for calls that take equally long at any sizes."""
         group = None if parts.group is None else self.same.get(parts.group, parts.group)
-        key = (parts.call, parts.op_class, parts.dtype, group, parts.n, parts.fixed_flops, parts.shared_flops)
+        key = (
+            parts.call if self._is_measured else "",
+            parts.op_class,
+            parts.dtype,
+            group,
+            parts.n,
+            parts.fixed_flops,
+            parts.shared_flops,
+        )
         key += (parts.fixed_bytes, parts.shared_bytes, parts.idle_when_empty)  # type: ignore[assignment]
         self._signatures.setdefault(key, parts)
         return key
@@ -203,15 +218,14 @@ class Tables:
 
     def _conversions(self, number: int, payer: ConversionPayer) -> None:
         facts, once = self.facts, self.facts.batches.once
-        for members in self._alike(range(len(payer.values))):
-            first, values = members[0], [payer.values[m] for m in members]
-            value, source, target = payer.values[first], payer.sources[first], payer.targets[first]
-            what = _Conversion(facts.graph.meta(value).nbytes, self._named(source), self._named(target))
+        for values, source, target in self._ends(payer):
+            nbytes = facts.graph.by_name[values[0].node].outputs[values[0].index].nbytes  # type: ignore[union-attr]
+            what = _Conversion(nbytes, self._named(source), self._named(target))
             self.conversions.add(number, what, sum(map(facts.batches.part, values)) if once else float(len(values)))
             alive = self._copies(values, payer.copy)
             if alive is not None:
-                self.copies.add(number, (what.target, what.nbytes), alive)
-            if late := [v for v in values if v in once]:
+                self.copies.add(number, (what.target, nbytes), alive)
+            if once and (late := [v for v in values if v in once]):
                 left: Array = np.sum([facts.left(v, source, target)[:, 0] for v in late], axis=0)
                 held = facts.batches.left_bytes(late[0], facts.graph.meta(late[0]))
                 self.copies.add(number, (what.source, held), left)

@@ -59,9 +59,15 @@ class Form(NamedTuple):
     def of_many(self, source: Array, target: Array) -> Array:
         """(W,) from the shares of so many values (C, W)."""
         total = np.full(source.shape[1], self.constant_s)
-        for s in self.stages:
-            total += (s.constant[:, None] + s.source @ source + s.target @ target).max(axis=0, initial=0.0)
+        for seconds in self.of_stages(source, target):
+            total += seconds
         return total
+
+    def of_stages(self, source: Array, target: Array) -> list[Array]:
+        """(W,) of each stage."""
+        return [
+            (s.constant[:, None] + s.source @ source + s.target @ target).max(axis=0, initial=0.0) for s in self.stages
+        ]
 
 
 class Wanted(NamedTuple):
@@ -208,6 +214,7 @@ class Wires:
     plain: bool = False
     _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
+    _constants: dict[tuple[Collective, str, int], float] = field(default_factory=dict, repr=False)
     _others: dict[tuple[tuple[int, ...], bool], Wires] = field(default_factory=dict, repr=False)
     _best: dict[object, Array] = field(default_factory=dict, repr=False)
     _cuts: dict[int, tuple[Array, Array]] = field(default_factory=dict, repr=False)
@@ -229,11 +236,20 @@ class Wires:
         """Of anything but an all-to-all, whose traffic depends on which ranges overlap."""
         key = (kind, name, nbytes)
         if key not in self._forms:
-            ends = (_SHARD if kind == "all_gather" else REPLICATE, _SHARD if kind != "all_gather" else REPLICATE)
-            source, target = ends if kind != "all_reduce" else (REPLICATE, REPLICATE)
-            whole = collective_coefficients(kind, name, nbytes, source, target, self.cluster)
-            self._forms[key] = reduce_form(whole, None)
+            self._forms[key] = reduce_form(self._whole_form(kind, name, nbytes), None)
         return self._forms[key]
+
+    def _whole_form(self, kind: Collective, name: str, nbytes: int) -> CollectiveForm:
+        ends = (_SHARD if kind == "all_gather" else REPLICATE, _SHARD if kind != "all_gather" else REPLICATE)
+        source, target = ends if kind != "all_reduce" else (REPLICATE, REPLICATE)
+        return collective_coefficients(kind, name, nbytes, source, target, self.cluster)
+
+    def _constant_s(self, kind: Collective, name: str, nbytes: int) -> float:
+        """Of its form."""
+        key = (kind, name, nbytes)
+        if key not in self._constants:
+            self._constants[key] = self._whole_form(kind, name, nbytes).constant_s
+        return self._constants[key]
 
     def best_s(
         self, kind: Collective, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes
@@ -269,15 +285,26 @@ class Wires:
             for number, grid in enumerate(grids):
                 for j, nbytes in enumerate(grid):
                     places.setdefault(nbytes, []).append((number, j))
+            known: dict[tuple[str, int], list[Array]] = {}
             for (nbytes, where), (i, name) in itertools.product(places.items(), enumerate(names)):
+                times = self._times(nbytes)
+                if (name, nbytes // times) not in known:
+                    known[name, nbytes // times] = self.form(kind, name, nbytes // times).of_stages(rho, sigma)
                 asked = [number for number, _ in where]
-                seconds = self.form(kind, name, nbytes).of_many(rho[:, asked], sigma[:, asked])
+                seconds = np.full(len(asked), self._constant_s(kind, name, nbytes))
+                for of_stage in known[name, nbytes // times]:
+                    seconds += times * of_stage[asked]
                 for (number, j), s in zip(where, seconds.tolist(), strict=True):
                     at[number][i, j] = s
         return [
             np.array([np.interp(w.sizes_bytes, grid, seconds) for seconds in table]).min(axis=0)
             for w, grid, table in zip(wanted, grids, at, strict=True)
         ]
+
+    def _times(self, nbytes: int) -> int:
+        """How many times as long the stages of as many bytes take as those of so many times fewer: a power of two, by
+        which nothing is rounded. What was measured need not be proportional."""
+        return 1 if isinstance(self.cluster, CalibratedCluster) else nbytes & -nbytes
 
     def cut_s(self, nbytes: int) -> tuple[Array, Array]:
         """Seconds of every rank (N,) for cutting its own piece out of a whole value, and those per share of it."""

@@ -118,6 +118,7 @@ class _Closure:
     fits: dict[str, dict[tuple[int, Atom], tuple[Candidate | None, ...]]] = field(default_factory=dict)
     names: dict[Candidate, tuple[int, int, str]] = field(default_factory=dict)
     candidates_of: dict[Value, list[Candidate]] = field(default_factory=dict)  # of parameters
+    values: dict[str, tuple[tuple[Value, tuple[int, ...]], ...]] = field(default_factory=dict)  # of slots; their shapes
 
     def __post_init__(self) -> None:
         shared: dict[object, tuple[tuple[Row, ...], dict[tuple[int, int], list[int]]]] = {}
@@ -180,16 +181,17 @@ class _Closure:
 
     def fit(self, node: Node, position: int, candidate: Candidate) -> None:
         """Find the rows of ``node`` that have ``candidate`` in slot ``position`` and add what they imply."""
+        rows, fits = self.rows[node.name], self.fits[node.name]
         for number in self.by_slot[node.name].get((position, candidate.dim), ()):
-            slot = self.rows[node.name][number].slots[position]
+            slot = rows[number].slots[position]
             assert isinstance(slot, Dim)
             base = base_atom(slot, candidate.atom)
-            if base is None or (number, base) in self.fits[node.name]:
+            if base is None or (number, base) in fits:
                 continue
-            placed = self.place(node, self.rows[node.name][number], base)
+            placed = self.place(node, rows[number], base)
             if placed is None:
                 continue
-            self.fits[node.name][number, base] = placed
+            fits[number, base] = placed
             for other in placed:
                 if other is not None:
                     self.tie(candidate, other)
@@ -197,16 +199,23 @@ class _Closure:
     def place(self, node: Node, row: Row, base: Atom) -> tuple[Candidate | None, ...] | None:
         """The candidate in each slot, None where it is not sharded; None if the row does not fit the atom."""
         placed: list[Candidate | None] = []
-        values = (*node.inputs, *(Value(node.name, i) for i in range(len(node.outputs))))
-        for value, slot in zip(values, row.slots, strict=True):
+        if node.name not in self.values:
+            self.values[node.name] = tuple(self._slotted(node))
+        for (value, shape), slot in zip(self.values[node.name], row.slots, strict=True):
             if not isinstance(slot, Dim):
                 placed.append(None)
                 continue
-            atom = scale_atom(slot, base, self.graph.meta(value).shape[slot.dim])
+            atom = scale_atom(slot, base, shape[slot.dim])
             if atom is None:
                 return None
             placed.append(Candidate(value, slot.dim, atom))
         return tuple(placed)
+
+    def _slotted(self, node: Node) -> Iterator[tuple[Value, tuple[int, ...]]]:
+        """The value of each slot, and its shape, () where it is no tensor."""
+        for value in (*node.inputs, *(Value(node.name, i) for i in range(len(node.outputs)))):
+            meta = self.graph.by_name[value.node].outputs[value.index]
+            yield value, () if meta is None else tuple(meta.shape)
 
     def finish(self) -> Choices:
         for candidate in sorted(self.found):
@@ -303,8 +312,9 @@ def _without_idle_partials(
         kept[node.name] = tuple(
             s
             for s in strategies[node.name]
-            if all(p != PARTIAL or producible[v] for v, p in zip(node.inputs, s.inputs, strict=True))
+            if PARTIAL not in s.inputs
+            or all(p != PARTIAL or producible[v] for v, p in zip(node.inputs, s.inputs, strict=True))
         )
         for index in range(len(node.outputs)):
-            producible[Value(node.name, index)] = any(s.outputs[index] == PARTIAL for s in kept[node.name])
+            producible[Value(node.name, index)] = any(s.outputs[index] is PARTIAL for s in kept[node.name])
     return kept

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from hap.errors import RuleError
@@ -41,8 +42,13 @@ class Dim:
     outer: Fraction = ONE
     unit: Fraction = ONE
 
+    @cached_property
+    def scales(self) -> bool:
+        """Whether its atom is another one than the row's."""
+        return not self.outer == self.unit == ONE
+
     def __str__(self) -> str:
-        scale = "" if self.outer == self.unit == ONE else f":{self.outer}x{self.unit}"
+        scale = f":{self.outer}x{self.unit}" if self.scales else ""
         return f"S({self.dim}{scale})"
 
 
@@ -83,7 +89,7 @@ class Row:
     outputs: tuple[Slot | None, ...]
     edits: tuple[Edit, ...] = ()
 
-    @property
+    @cached_property
     def slots(self) -> tuple[Slot | None, ...]:
         """Inputs, then outputs."""
         return (*self.inputs, *self.outputs)
@@ -102,6 +108,8 @@ class Atom(NamedTuple):
 
 def scale_atom(slot: Dim, base: Atom, size: int) -> Atom | None:
     """The atom that ``base`` means in ``slot``, a dim of ``size``; None if it is not whole or does not fill the dim."""
+    if not slot.scales:
+        return base if base.outer * base.n * base.unit == size else None
     outer, of_outer = divmod(base.outer * slot.outer.numerator, slot.outer.denominator)
     unit, of_unit = divmod(base.unit * slot.unit.numerator, slot.unit.denominator)
     return None if of_outer or of_unit or outer * base.n * unit != size else Atom(outer, base.n, unit)
@@ -109,6 +117,8 @@ def scale_atom(slot: Dim, base: Atom, size: int) -> Atom | None:
 
 def base_atom(slot: Dim, atom: Atom) -> Atom | None:
     """The row's base atom if ``slot`` holds ``atom``; None if it is not whole. Inverse of ``scale_atom``."""
+    if not slot.scales:
+        return atom
     outer, of_outer = divmod(atom.outer * slot.outer.denominator, slot.outer.numerator)
     unit, of_unit = divmod(atom.unit * slot.unit.denominator, slot.unit.numerator)
     return None if of_outer or of_unit else Atom(outer, atom.n, unit)

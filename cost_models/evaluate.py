@@ -39,7 +39,7 @@ from hap.cost_models.strides import Strides, find_strides
 from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node
-from hap.order import NONE, Parts, Postponed, program_parts, repeats
+from hap.order import NONE, Parts, Postponed, program_order, program_parts, repeats
 from hap.placement import GroupSizes, Placement, Sizes
 from hap.plan import Conversion, Prediction, Strategy
 
@@ -160,7 +160,7 @@ class Evaluator:
         """In the order with calls postponed."""
         key = tuple(postponed.items())
         if key not in self._late:
-            self._late[key] = find_steps(self.graph, self.strides, postponed)
+            self._late[key] = {n.name: self.steps[n.name] for n in program_order(self.graph, postponed)}
         return self._late[key]
 
     @cached_property

@@ -38,6 +38,11 @@ def program_parts(graph: Graph, postponed: Postponed = NONE) -> Parts:
 
     def add(*names: str) -> None:
         """What they need goes before them."""
+        if len(names) == 1 and done.issuperset([v.node for v in graph.by_name[names[0]].inputs]):
+            if names[0] not in done:
+                order.append(graph.by_name[names[0]])
+                done.add(names[0])
+            return
         for name in sorted(_ancestors(graph, names, done), key=graph.position.__getitem__):
             order.append(graph.by_name[name])
             done.add(name)

@@ -24,6 +24,7 @@ postponed call reads lives longer.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
@@ -65,8 +66,7 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
         return best, overlapped_s  # hosts, whose plans differ, make their sums in one order
     search.progress.say("asking which gradients can wait")
     plain = replace(best, postponed={})
-    backward, found, found_s = _Backward.of(search, plain), best, overlapped_s
-    met: list[Postponed] = [{}]
+    backward, shorter, met = _Backward.of(search, plain), list[tuple[float, Found]](), list[Postponed]([{}])
     for part, ahead in itertools.product(PARTS, (False, True)):
         search.progress.check()
         postponed = backward.postponed(part, ahead=ahead)
@@ -74,22 +74,24 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
             continue
         met.append(postponed)
         tried = replace(best, postponed=postponed)  # of what its evaluation says the order changes memory alone
-        if (tried_s := played_s(problem, tried)) >= found_s:
-            continue
+        tried_s = played_s(problem, tried)
+        if tried_s < overlapped_s * (1 - WORTH):
+            shorter.append((tried_s, tried))
+    for tried_s, tried in sorted(shorter, key=lambda one: one[0]):
         evaluation = problem.facts.evaluator.evaluate(
             best.strategies,
             best.sizes,
             regather=best.regather,
             kept=best.kept,
             recomputed=best.repeated,
-            postponed=postponed,
+            postponed=tried.postponed,
         )
-        if (tried := replace(tried, evaluation=evaluation)).fits:
-            found, found_s = tried, tried_s
-    return (found, found_s) if found_s < overlapped_s * (1 - WORTH) else (best, overlapped_s)
+        if (fitting := replace(tried, evaluation=evaluation)).fits:
+            return fitting, tried_s
+    return best, overlapped_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Unit:
     """A product that leads to no other one, and what alone is made of it: numbers of instructions, the seconds that
     they take, and those of what they send."""
@@ -141,6 +143,15 @@ class _Backward:
         return [tuple(sorted({made[name] for name in i.inputs if name in made})) for i in self.part]
 
     @cached_property
+    def readers(self) -> list[list[int]]:
+        """Of every instruction those that read what it makes."""
+        found: list[list[int]] = [[] for _ in self.part]
+        for at, needs in enumerate(self.needs):
+            for need in needs:
+                found[need].append(at)
+        return found
+
+    @cached_property
     def leads(self) -> list[bool]:
         """Whether a product follows from an instruction."""
         found = [False] * len(self.part)
@@ -157,11 +168,15 @@ class _Backward:
         for first, instruction in enumerate(self.part):
             if not is_product(instruction) or self.leads[first]:
                 continue
-            members = {first: None}
-            for at in range(first + 1, len(self.part)):
-                needs = self.needs[at]
-                if any(n in members for n in needs) and all(n in members or n < first for n in needs):
+            members, reading, looked_at = {first: None}, list(self.readers[first]), set[int]()
+            heapq.heapify(reading)
+            while reading:
+                at = heapq.heappop(reading)
+                if at not in looked_at and all(n in members or n < first for n in self.needs[at]):
                     members[at] = None
+                    for reader in self.readers[at]:
+                        heapq.heappush(reading, reader)
+                looked_at.add(at)
             compute_s, wire_s = (sum(of[m] for m in members) for of in (self.compute_s, self.wire_s))
             found.append(_Unit(tuple(members), compute_s, wire_s))
         return tuple(found)

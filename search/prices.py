@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from itertools import chain, pairwise
+from typing import cast
 
 import numpy as np
 
@@ -69,7 +70,7 @@ class Facts:
         return other._knowing(self)
 
     def _knowing(self, other: Facts) -> Facts:
-        names = ("calls", "colours", "every_read", "running", "position", "reads", "reads_by_part", "homes")
+        names = ("calls", "colours", "every_read", "running", "position", "reads", "homes")
         for name in (*names, "moments") if self.recomputed == other.recomputed else names:
             self.__dict__[name] = getattr(other, name)
         return self
@@ -149,13 +150,15 @@ class Facts:
         phase."""
         return self._find_reads({n.name: n.phase for n in self.graph.nodes}, through_views=False)
 
-    @cached_property
+    @property
     def reads_by_part(self) -> Mapping[Value, Mapping[Phase, tuple[int, int]]]:
         """The same by the part of the program in which nodes run, through views or not: one of the forward phase that
         only the backward phase reads runs there."""
-        late = {n.name for n in self.evaluator.parts[2]}
-        phases: dict[str, Phase] = {n.name: "backward" if n.name in late else "forward" for n in self.graph.nodes}
-        return self._find_reads(phases, through_views=True)
+        if "reads by part" not in self.found:
+            late = {n.name for n in self.evaluator.parts[2]}
+            phases: dict[str, Phase] = {n.name: "backward" if n.name in late else "forward" for n in self.graph.nodes}
+            self.found["reads by part"] = self._find_reads(phases, through_views=True)
+        return cast(Mapping[Value, Mapping[Phase, tuple[int, int]]], self.found["reads by part"])
 
     def _find_reads(
         self, phases: Mapping[str, Phase], *, through_views: bool

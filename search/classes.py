@@ -256,7 +256,7 @@ def rename_groups(placements: Iterable[Placement | None]) -> tuple[object, ...]:
     numbers: dict[str, int] = {}
     return tuple(
         [
-            (p.dim, p.outer, p.n, p.unit, numbers.setdefault(p.group, len(numbers))) if isinstance(p, Shard) else p
+            (*p[:-1], numbers.setdefault(p.group, len(numbers))) if isinstance(p, Shard) else p
             for p in placements
         ]
     )
@@ -314,6 +314,7 @@ def _slots(reads: Sequence[Read], of: Mapping[str, int]) -> list[tuple[Slot, tup
 def find_bundles(classes: Classes, candidates: Candidates) -> tuple[tuple[str, ...], ...]:
     """Groups that correspond in nodes of one class: they get one common size vector. First appearance orders all."""
     parent: dict[str, str] = {}
+    tied: set[tuple[str, str]] = set()
 
     def root(name: str) -> str:
         while parent.setdefault(name, name) != name:
@@ -324,7 +325,10 @@ def find_bundles(classes: Classes, candidates: Candidates) -> tuple[tuple[str, .
         first = _placements(candidates[node_class.members[0]])
         for member in node_class.members:
             for one, other in zip(first, _placements(candidates[member]), strict=True):
-                if isinstance(one, Shard) and isinstance(other, Shard):
+                if not (isinstance(one, Shard) and isinstance(other, Shard)):
+                    continue
+                if (one.group, other.group) not in tied:
+                    tied.add((one.group, other.group))
                     parent[root(other.group)] = root(one.group)
     bundles: dict[str, list[str]] = {}
     for name in parent:

@@ -124,7 +124,7 @@ class WarmProgram:
         solver.minimise(cost)
         limit = below + INTEGRAL * abs(below)  # where there is no point, the steps would go on to the end
         start = self._nearest(cost, upper) if start is None and not is_there else start
-        relaxed = solver.solve(until(RELAXED, limit), reduced=True, start=start)
+        relaxed = solver.solve(until(RELAXED, limit), reduced=bool(self.decisions), start=start)
         self.basis = solver.basis
         if self.basis is not None:
             self._ended.append(Ended(cost, upper, self.basis))
@@ -137,6 +137,9 @@ class WarmProgram:
         between = np.minimum(np.abs(relaxed.values), np.abs(relaxed.values - 1)) > INTEGRAL
         if not (between & self.integers).any():
             return relaxed
+        if not self.decisions:  # which is rare enough to ask for its reduced costs, too, only then
+            relaxed = solver.solve(until(RELAXED, limit), reduced=True)
+            assert relaxed is not None and relaxed.is_optimal, "no step is left to be made"
         kept = self.integers & ~between
         whole, branch = relaxed.values.round(), partial(self._branched, cost, branching(gap, nodes))
         found, bound = self._by_decisions(upper, relaxed, below)

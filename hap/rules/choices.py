@@ -156,8 +156,9 @@ class _Closure:
 
     def tie(self, a: Candidate, b: Candidate) -> None:
         assert a.atom.n == b.atom.n, f"{a} and {b} cannot be cut alike"
-        first, second = sorted((self.root(self.add(a)), self.root(self.add(b))))
-        self.parent[second] = first
+        first, second = self.root(self.add(a)), self.root(self.add(b))
+        if first != second:
+            self.parent[max(first, second)] = min(first, second)
 
     def tie_batch(self) -> None:
         """Inputs whose dim 0 is the batch are cut alike."""
@@ -236,12 +237,13 @@ class _Namer:
     shards: dict[Candidate, Shard] = field(default_factory=dict)
 
     def shard(self, candidate: Candidate) -> Shard:
-        if candidate not in self.shards:
+        found = self.shards.get(candidate)
+        if found is None:
             root = self.closure.root(self.closure.found[candidate])
             name = self.numbers.setdefault(root, f"g{len(self.numbers)}")
             self.lengths[name] = candidate.atom.n
-            self.shards[candidate] = Shard(candidate.dim, *candidate.atom, name)
-        return self.shards[candidate]
+            found = self.shards[candidate] = Shard(candidate.dim, *candidate.atom, name)
+        return found
 
     def groups(self) -> dict[str, Group]:
         best: dict[int, tuple[int, int, str]] = {}

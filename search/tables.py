@@ -161,7 +161,7 @@ class Tables:
         """Values that are converted alike, and of the first from what and to what; see ``_alike``."""
         if not self.pinned:
             return [(payer.values, payer.sources[0], payer.targets[0])]
-        return [((v,), *ends) for v, *ends in zip(payer.values, payer.sources, payer.targets, strict=True)]
+        return [((v,), p, q) for v, p, q in zip(payer.values, payer.sources, payer.targets, strict=True)]
 
     def _alike(self, members: Sequence[T]) -> list[Sequence[T]]:
         """Parts of a class whose members pay for the same: all of them, as corresponding groups have equal sizes;

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 
 from hap.graph import Graph, Value
 from hap.placement import Placement
-from hap.search.classes import Candidates, Classes, NodeClass, _together, _value_classes
+from hap.search.classes import Candidates, Classes, NodeClass, _together, _value_classes, find_reads
 from hap.search.milp import Skeleton
 from hap.search.payers import NodePayer
 from hap.search.tables import Coefficients, Held, Prices
@@ -166,7 +166,8 @@ def unmerged(graph: Graph, candidates: Candidates) -> Classes:
     """Every node by itself, in the graph's order: what the clock "stage" needs."""
     of = {node.name: a for a, node in enumerate(graph.nodes)}
     nodes = tuple(NodeClass((node.name,), len(candidates[node.name])) for node in graph.nodes)
-    return Classes(nodes, of, _value_classes(graph, candidates, of), _together(graph, candidates, of))
+    values = _value_classes(candidates, of, find_reads(graph, candidates))
+    return Classes(nodes, of, values, _together(graph, candidates, of))
 
 
 class Bill(Skeleton):

@@ -42,18 +42,18 @@ class Need:
 
 def collective_kind(source: Placement, target: Placement) -> Collective:
     """The collective that turns ``source`` into ``target``. Turning anything into ``Partial`` is never needed."""
-    match source, target:
-        case Shard(), Replicate():
-            return "all_gather"
-        case Partial(), Replicate():
-            return "all_reduce"
-        case Partial(), Shard():
-            return "reduce_scatter"
-        case Shard(), Shard():
-            return "all_to_all"
-        case Replicate(), Shard():
-            return "slice"
-    raise AssertionError(f"no conversion from {source} to {target}")
+    found = _COLLECTIVES.get((type(source), type(target)))
+    assert found is not None, f"no conversion from {source} to {target}"
+    return found
+
+
+_COLLECTIVES: Mapping[tuple[type, type], Collective] = {
+    (Shard, Replicate): "all_gather",
+    (Partial, Replicate): "all_reduce",
+    (Partial, Shard): "reduce_scatter",
+    (Shard, Shard): "all_to_all",
+    (Replicate, Shard): "slice",
+}
 
 
 def required_results(graph: Graph, strategies: Mapping[str, Strategy]) -> tuple[tuple[Value, Placement], ...]:

@@ -36,6 +36,7 @@ from hap.fabric import Array
 from hap.hosts import Device
 from hap.placement import Shard
 from hap.plan import Strategy
+from hap.rules.choices import replicated
 from hap.search.prices import Facts
 from hap.search.protos import fill_matrix, solve_once
 
@@ -183,8 +184,10 @@ def _call_line(facts: Facts, parts: Parts, devices: Sequence[Device]) -> Line:
 
 
 def _update_line(facts: Facts, name: str, strategy: Strategy, devices: Sequence[Device]) -> Line:
-    placement, n = strategy.outputs[0], facts.cluster.world_size
-    everything = {placement.group: (placement.n,) * n} if isinstance(placement, Shard) else {}
-    seconds = facts.update_s(name, strategy, everything)
-    whole, nothing = tuple(float(seconds[d.rank]) for d in devices), (0.0,) * len(devices)
-    return Line(nothing, whole) if isinstance(placement, Shard) else Line(whole, nothing)
+    """Of a source; whoever holds all of it takes as long, however it may be dealt out."""
+    known = cast(dict[str, Line], facts.here.setdefault("updates of all", {}))
+    if name not in known:
+        seconds = facts.update_s(name, replicated(facts.graph.by_name[name]), {})
+        known[name] = Line(tuple(float(seconds[d.rank]) for d in devices), (0.0,) * len(devices))
+    whole = known[name]
+    return Line(whole.slope, whole.fixed) if isinstance(strategy.outputs[0], Shard) else whole

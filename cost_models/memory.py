@@ -55,7 +55,7 @@ class MemoryUse:
 
     by_kind: tuple[dict[str, int], ...]
 
-    @property
+    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         return tuple(sum(kinds.values()) for kinds in self.by_kind)
 

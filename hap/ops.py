@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def why_untried(op: str) -> str | None:
     return None
 
 
+@cache
 def takes_device(op: str) -> bool:
     """Whether the operator has a ``device`` keyword: capture drops it, and whoever runs the graph gives its own."""
     return op not in _OWN and any(a.name == "device" for a in resolve(op)._schema.arguments)  # type: ignore[attr-defined]

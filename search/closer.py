@@ -18,20 +18,18 @@ from hap.search.progress import Progress
 
 
 class Sent(NamedTuple):
-    """``found`` without its strategies, and which of the candidates they are, in the order of the graph's nodes."""
+    """``found`` without its strategies, and which of the candidates they are (``Found.picks``)."""
 
     found: Found
     picks: tuple[int, ...]
 
     @classmethod
     def of(cls, problem: Problem, found: Found) -> Sent:
-        names, candidates = (node.name for node in problem.choices.graph.nodes), problem.facts.candidates
-        return cls(replace(found, strategies={}), tuple(candidates[n].index(found.strategies[n]) for n in names))
+        return cls(replace(found, strategies={}), found.picks(problem.facts.candidates))
 
     def on(self, problem: Problem) -> Found:
-        names = [node.name for node in problem.choices.graph.nodes]
-        pairs = zip(names, self.picks, strict=True)
-        strategies: Mapping[str, Strategy] = {name: problem.facts.candidates[name][pick] for name, pick in pairs}
+        pairs = zip(problem.facts.candidates.items(), self.picks, strict=True)
+        strategies: Mapping[str, Strategy] = {name: options[pick] for (name, options), pick in pairs}
         return replace(self.found, strategies=strategies)
 
 

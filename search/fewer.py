@@ -223,7 +223,8 @@ class Tried:
 
     def _aim(self, number: int, found: Found) -> Aim:
         """Where another plan that was met is shorter, no bound can be above that: there its step is near enough."""
-        return Aim.at(number, found)._replace(step_s=min(found.cost[1], self.least_step_s() / (1 - SHORT_OF)))
+        aim = Aim.at(number, found, self.searches[number].problem.facts.candidates)
+        return aim._replace(step_s=min(aim.step_s, self.least_step_s() / (1 - SHORT_OF)))
 
     def least_step_s(self) -> float:
         """The shortest step with nothing overlapped of all plans that were found and fit, on any of the clusters."""

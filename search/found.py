@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -39,6 +39,10 @@ class Found:
     def groups(self) -> tuple[str, ...]:
         """Those that its strategies shard anything in, in order of first appearance."""
         return used_groups(self.strategies.values())
+
+    def picks(self, candidates: Mapping[str, Sequence[Strategy]]) -> tuple[int, ...]:
+        """Of every node, in their order, which of its candidates it has."""
+        return tuple([options.index(self.strategies[name]) for name, options in candidates.items()])
 
     @property
     def repeated(self) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hap.cost_models.sequence import ConversionCost
-from hap.plan import Strategy
 from hap.search.as_run_bound import as_run_bound_s
 from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF, Cases
+from hap.search.classes import Candidates
 from hap.search.found import Found
 from hap.search.masses import Masses
 from hap.search.prices import Facts
@@ -36,16 +36,17 @@ MANY = 3  # clusters: from so many on, masses are asked about in two processes
 
 
 class Aim(NamedTuple):
-    """The plan that bounds are raised for: the number of its cluster, its step, and what it consists of."""
+    """The plan that bounds are raised for: the number of its cluster, its step, and what it consists of. ``picks``: of
+    every node, which of the candidates it has, as strategies take long to be sent."""
 
     number: int
     step_s: float
-    strategies: Mapping[str, Strategy]
+    picks: tuple[int, ...]
     conversions: tuple[ConversionCost, ...]
 
     @classmethod
-    def at(cls, number: int, found: Found) -> Aim:
-        return cls(number, found.cost[1], found.strategies, found.evaluation.conversions)
+    def at(cls, number: int, found: Found, candidates: Candidates) -> Aim:
+        return cls(number, found.cost[1], found.picks(candidates), found.evaluation.conversions)
 
 
 class LeastBound:
@@ -193,7 +194,7 @@ class LeastBound:
         """Whether other strategies would be much cheaper than those of the plan, relaxed. If not, what the relaxation
         lets be free hardly matters."""
         facts = self.searches[aim.number].problem.facts
-        relaxed_s = relaxation(facts).of_plan_s(aim.strategies, aim.conversions)
+        relaxed_s = relaxation(facts).of_plan_s(aim.picks, aim.conversions)
         return relaxed_s - self.bound_s(aim.number) >= CHEAPER * aim.step_s
 
 

@@ -39,7 +39,7 @@ least is said in ``least``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -52,7 +52,6 @@ from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost
 from hap.placement import Placement, Shard
-from hap.plan import Strategy
 from hap.search.bound import Line, device_classes, line_seconds, node_line, weighted_bound
 from hap.search.flows import Flows
 from hap.search.least import Least
@@ -157,10 +156,9 @@ class Relaxation(Rows):
             self._cut[nbytes] = line_seconds(line, self.weight, self.many)
         return self._cut[nbytes]
 
-    def of_plan_s(self, strategies: Mapping[str, Strategy], conversions: Iterable[ConversionCost]) -> float:
-        """What a plan comes to here, whose conversions these are."""
-        candidates = self.facts.candidates
-        calls_s = sum(self.node_s(name, candidates[name].index(chosen)) for name, chosen in strategies.items())
+    def of_plan_s(self, picks: Sequence[int], conversions: Iterable[ConversionCost]) -> float:
+        """What a plan comes to here, whose conversions these are. ``picks``: see ``Found.picks``."""
+        calls_s = sum(self.node_s(name, pick) for name, pick in zip(self.facts.candidates, picks, strict=True))
         part = self.facts.batches.part
         ends = ((c, c.need.source, c.need.target) for c in conversions)
         return calls_s + sum(part(c.need.value) * self.conversion_s(c.nbytes, *both) for c, *both in ends)

@@ -13,6 +13,7 @@ from hap.rules.choices import Choices
 from hap.search import fewer, plan_graph
 from hap.search.beside import Beside
 from hap.search.fewer import Tried
+from hap.search.found import Found
 from hap.search.least_bound import LOOSE, Aim, LeastBound
 from hap.search.limits import LIMITS
 from hap.search.masses import Masses
@@ -27,6 +28,10 @@ from tests.search.test_fewer import MODEL, alone, mixed, nested
 from tests.search.test_masses import hosts
 
 
+def aim_at(search: Search, found: Found) -> Aim:
+    return Aim.at(0, found, search.problem.facts.candidates)
+
+
 def bound_s(found: Choices, devices: object) -> float:
     return lower_bound(Facts(found.graph, found.strategies, cast(Any, devices), "adamw")).seconds
 
@@ -38,7 +43,7 @@ def test_it_is_below_those_of_all_choices_of_devices(network: str) -> None:
     best = tried.searches[0].run()
     least = min(bound_s(MODEL, mixed(network)), bound_s(MODEL, alone()))
     assert LeastBound(tried.searches).least_s(0) == pytest.approx(least)
-    raised = LeastBound(tried.searches).raised_s(Aim.at(0, best))
+    raised = LeastBound(tried.searches).raised_s(aim_at(tried.searches[0], best))
     assert least <= raised * (1 + 1e-9) and raised <= best.cost[1]
 
 
@@ -55,7 +60,7 @@ def test_where_exchanges_make_up_the_step_it_is_raised() -> None:
     tried = exchanging()
     best = tried.searches[0].run()
     least = min(search.bound_s for search in tried.searches[: tried.kinds])
-    assert 1.1 * least < tried.least_bound.raised_s(Aim.at(0, best)) <= best.cost[1]
+    assert 1.1 * least < tried.least_bound.raised_s(aim_at(tried.searches[0], best)) <= best.cost[1]
     assert LeastBound(tried.searches).least_s(0) == least
 
 
@@ -68,7 +73,7 @@ def test_of_three_clusters_a_second_process_is_asked_about_the_last(apart: bool)
     """Where exchanges make up a good part of the step of each; and what comes of it is the same."""
     tried = Tried([Search(Problem.state(gpt2(layers=1), three_kinds(), "adamw", Pins()), LIMITS["normal"])])
     tried.nest()
-    aim = Aim.at(0, tried.searches[0].run())
+    aim = aim_at(tried.searches[0], tried.searches[0].run())
     assert tried.kinds == 3 and max(tried.least_bound.bound_s(n) for n in range(3)) < LOOSE * aim.step_s
     alone_s = LeastBound(tried.searches, 3).raised_s(aim)
     second = Beside(LeastBound(tried.searches, 3), apart=apart)
@@ -115,7 +120,7 @@ def test_of_more_than_is_enough_no_more_is_proved(monkeypatch: pytest.MonkeyPatc
     for part in (0.8, 0.95, 1.2):
         found_s = Masses().bound_s(facts, 0.0, part * whole_s)
         assert min(part, 1.0) * whole_s <= found_s * (1 + 1e-9) and found_s <= whole_s * (1 + 1e-6)
-    bounds, aim = LeastBound(tried.searches), Aim.at(0, best)
+    bounds, aim = LeastBound(tried.searches), aim_at(tried.searches[0], best)
     found_s = bounds.massed_s(0, 0.8 * whole_s)
     assert found_s < 0.99 * whole_s and bounds.massed_s(0, 0.7 * whole_s) == found_s
     assert bounds.massed_s(0, 2.0 * whole_s) == pytest.approx(whole_s, rel=1e-5)
@@ -129,7 +134,7 @@ def test_proofs_tell_all_that_masses_prove() -> None:
     alone = exchanging().searches[:1]
     best = alone[0].run()
     whole_s = Masses().bound_s(alone[0].problem.facts, 0.0)
-    near = Aim.at(0, best)._replace(step_s=1.016 * whole_s)
+    near = aim_at(alone[0], best)._replace(step_s=1.016 * whole_s)
     enough_s, all_s, *boxes = LeastBound(alone).proofs(near, 10)
     assert 0.98 * near.step_s <= enough_s <= all_s and not boxes
     assert all_s == pytest.approx(whole_s, rel=1e-5)

@@ -44,11 +44,14 @@ class Shard(NamedTuple):
 
 
 class Replicate:
-    """Every rank holds the whole value. There is one, ``REPLICATE``, of every copy of it, too."""
+    """Every rank holds the whole value. ``REPLICATE`` is the only one: a copy of it is it."""
 
     __slots__ = ()
 
     def __reduce__(self) -> str:
+        return "REPLICATE"
+
+    def __repr__(self) -> str:
         return "REPLICATE"
 
     def __str__(self) -> str:
@@ -56,11 +59,14 @@ class Replicate:
 
 
 class Partial:
-    """The value is the element-wise sum of what the ranks hold. There is one, ``PARTIAL``."""
+    """The value is the element-wise sum of what the ranks hold. ``PARTIAL`` is the only one: a copy of it is it."""
 
     __slots__ = ()
 
     def __reduce__(self) -> str:
+        return "PARTIAL"
+
+    def __repr__(self) -> str:
         return "PARTIAL"
 
     def __str__(self) -> str:

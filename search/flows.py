@@ -83,6 +83,16 @@ class Flows(Rows):
         for reads in self._reads():
             self._value(reads)
 
+    @cached_property
+    def kinds(self) -> list[object]:
+        """Of every option: equal where it takes as long on any cluster."""
+        facts, measured = self.facts, self.facts.compute.is_measured
+        by_name, kind = facts.graph.by_name, facts.calls.kind
+        return [
+            (name, i) if by_name[name].is_source else kind(name, facts.candidates[name][i], measured=measured)
+            for _, _, name, i in self.options
+        ]
+
     def _types(self) -> None:
         members: dict[int, list[str]] = {}
         for node in self.facts.graph.nodes:

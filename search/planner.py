@@ -186,8 +186,10 @@ def _plan_whole(tried: Tried, number: int) -> None:
         tried.planned[number] = Planned(search, best, overlapped_s)
     for again in (or_mixed, or_postponed) if best.postponed else ():  # which are whole was asked of another order
         search.met.append(best)
-        best, overlapped_s = again(search, best, overlapped_s)
+        before, (best, overlapped_s) = best, again(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)
+        if best is before:
+            break  # and so was the order of other ones, where it has changed nothing
 
 
 @dataclass

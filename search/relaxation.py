@@ -128,8 +128,11 @@ class Relaxation(Rows):
         self._cut: dict[int, float] = {}  # seconds of a slice, by the bytes of the whole
         self.options, self.conversions, self.transports = flows.options, flows.conversions, flows.transports
         self.x, self.count, self.first, self.fine = flows.x, flows.count, flows.first, flows.fine
-        for variable, count, name, option in self.options:
-            self.cost[variable] = count * self.node_s(name, option) * MS
+        seconds: dict[object, float] = {}
+        for (variable, count, name, option), kind in zip(self.options, flows.kinds, strict=True):
+            if kind not in seconds:
+                seconds[kind] = self.node_s(name, option)
+            self.cost[variable] = count * seconds[kind] * MS
         different, numbers = flows.prices
         prices = np.array([self.conversion_s(p.nbytes, p.source, p.target) for p in different])
         for paid, ms in zip(self.conversions, (flows.units * prices[numbers] * MS).tolist(), strict=True):

@@ -1,6 +1,8 @@
 """The language: placements, shards of whole numbers, plans that refuse what they were not made for."""
 
 import json
+import pickle
+from copy import deepcopy
 
 import pytest
 import torch
@@ -64,6 +66,15 @@ def test_placements_print_and_parse_back():
     for bad in ("S(1)", "Q", "", "S(1:3x6x8@)"):
         with pytest.raises(ValueError):
             parse_placement(bad)
+
+
+@pytest.mark.parametrize("placement", [REPLICATE, PARTIAL, HEADS])
+def test_a_copy_of_a_placement_is_equal_to_it_and_tells_the_same(placement):
+    """Of what has no numbers it is the same object: the search compares those by identity."""
+    for copy in (pickle.loads(pickle.dumps(placement)), deepcopy(placement), parse_placement(str(placement))):
+        assert copy == placement and hash(copy) == hash(placement) and repr(copy) == repr(placement)
+        assert copy is placement or placement is HEADS
+    assert "object at" not in repr(placement)
 
 
 def test_local_shapes_stay_symbolic_until_a_rank_asks():

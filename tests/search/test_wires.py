@@ -19,6 +19,7 @@ hosts:
 """
 BATCH, HEADS, MIDDLE = Shard(0, 1, 12, 1, "batch"), Shard(2, 1, 8, 4, "heads"), Shard(0, 1, 24, 1, "middle")
 SIZES = {"batch": (4, 3, 2, 2, 1, 0), "heads": (2, 2, 2, 1, 1, 0), "middle": (9, 9, 2, 2, 1, 1)}
+CURVED = HOSTS.replace("latency: 30us}}", "latency: 30us, curve: {{1MB: 2GB/s, 100kB: 1GB/s}}}}")
 AMOUNTS = np.array([4096.0, 1e6])
 KINDS: list[tuple[str, list[tuple[Placement, Placement]]]] = [
     ("all_gather", [(BATCH, REPLICATE), (HEADS, REPLICATE)]),
@@ -30,9 +31,11 @@ KINDS: list[tuple[str, list[tuple[Placement, Placement]]]] = [
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 @pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("hosts", [HOSTS, CURVED])
 @pytest.mark.parametrize(("kind", "pairs"), KINDS)
-def test_many_at_once(kind, pairs, backend, folded) -> None:  # type: ignore[no-untyped-def]
-    spec = ClusterSpec.from_yaml(HOSTS.format(backend=backend))
+def test_many_at_once(kind, pairs, backend, hosts, folded) -> None:  # type: ignore[no-untyped-def]
+    """Sizes that differ by powers of two, as 4096 does from 1, have the stages of one form."""
+    spec = ClusterSpec.from_yaml(hosts.format(backend=backend))
     cluster = FoldedCluster(spec, (0, 1, 2, 2, 3, 4)) if folded else spec
     sizes = cluster.take(SIZES) if isinstance(cluster, FoldedCluster) else SIZES
     found = Wires(cluster).best_of_many(kind, [Wanted(AMOUNTS, *pair) for pair in pairs], sizes)

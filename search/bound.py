@@ -136,19 +136,17 @@ def computes_like(device: Device) -> object:
 
 
 def make_bound(facts: Facts) -> Bound:
-    """The bound's lines of every node under every strategy that was a candidate, on one device of every class."""
+    """The bound's lines of every node under every strategy that was a candidate, on one device of every class; those of
+    nodes of one class once."""
     devices, counts = device_classes(facts.cluster)
     menus: dict[tuple[Line, ...], int] = {}
-    known: dict[object, tuple[Line, ...]] = {}  # of calls that take as long under their strategies
-    for name, strategies in facts.candidates.items():
-        kinds: object = name
-        if not facts.graph.by_name[name].is_source:
-            kinds = tuple([facts.calls.kind(name, s, measured=facts.compute.is_measured) for s in strategies])
-        if kinds not in known:
-            known[kinds] = tuple(dict.fromkeys(node_line(facts, name, s, devices) for s in strategies))
-        lines = known[kinds]
+    alike: dict[int, list[str]] = {}
+    for name in facts.candidates:
+        alike.setdefault(facts.colours[-1][name], []).append(name)
+    for name, *others in alike.values():
+        lines = tuple(dict.fromkeys(node_line(facts, name, s, devices) for s in facts.candidates[name]))
         if not any(all(f == 0 for f in line.fixed) and all(s == 0 for s in line.slope) for line in lines):
-            menus[lines] = menus.get(lines, 0) + 1
+            menus[lines] = menus.get(lines, 0) + 1 + len(others)
     return Bound(tuple(menus.items()), counts)
 
 

@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hap.codegen.passes.bucket import LIMIT_BYTES
-from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.codegen.passes.windows import is_product
 from hap.codegen.program import Call, Convert, Instruction, Program
 from hap.graph import Graph
@@ -43,7 +42,7 @@ from hap.hosts_sum import HOSTS_SUM
 from hap.order import Postponed
 from hap.search.found import Found
 from hap.search.score import score_of
-from hap.search.tempo import Tempo, drafted, played_s
+from hap.search.tempo import Tempo, played_s, unplaced
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 PARTS = (0.0, 1.0, math.inf)  # of a call's compute, which its wire is at most
 WAITING = 0.01  # of the busiest rank's compute, and of all collectives: where less is waited, nothing is gained
 WORTH = 5e-3  # of the step
-SENDING = ("bucket", "prefetch", "overlap")  # the passes that place collectives
 
 
 def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
@@ -114,8 +112,7 @@ class _Backward:
     @classmethod
     def of(cls, search: Search, best: Found) -> _Backward:
         problem, tempo = search.problem, Tempo(search.problem, best)
-        drawn = drafted(problem, best, tempo.sizes)
-        program = run_passes(drawn, standard_passes(), off=SENDING, verify=False).program
+        program = unplaced(problem, best, tempo.sizes)
         measured = problem.facts.compute.is_measured
         score = score_of(
             program, problem.choices.graph, best.strategies, problem.facts.calls.of_the_last, measured=measured

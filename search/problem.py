@@ -15,6 +15,7 @@ import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import Drafts
+from hap.codegen.program import Program
 from hap.cost_models.compute import parts_seconds
 from hap.cost_models.evaluate import Evaluation, Prepared
 from hap.cost_models.optimizers import sees_whole
@@ -55,6 +56,7 @@ class Problem:
     bundles: tuple[tuple[str, ...], ...]
     drafted: Drafts = field(default_factory=Drafts, repr=False)
     scores: dict[object, tuple[Score, Apart | None]] = field(default_factory=dict, repr=False)
+    unplaced: dict[object, Program] = field(default_factory=dict, repr=False)  # the last of them, see ``tempo``
     shared: dict[object, Mapping[str, Shares] | None] = field(default_factory=dict, repr=False)
     larger: Problem | None = field(default=None, repr=False)
     _skeletons: dict[bool, Skeleton] = field(default_factory=dict, repr=False)  # with what was solved last

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from hap.codegen.accumulate import find_accumulation
 from hap.codegen.lowering import draft
-from hap.codegen.passes.runner import run_passes, standard_passes
+from hap.codegen.passes.runner import Outcome, run_passes, standard_passes
 from hap.codegen.program import Program
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.fold import Cluster, FoldedCluster
@@ -21,6 +21,9 @@ from hap.plan import GroupPlan
 from hap.search.found import Found
 from hap.search.problem import Problem, chosen
 from hap.search.score import Apart, Score, Times, Work, score_of
+
+PLACING = "bucket"  # the first pass that places collectives
+KEPT = 16  # programs
 
 
 def played_s(problem: Problem, found: Found) -> float:
@@ -81,10 +84,10 @@ class Tempo:
 def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, Apart | None]:
     """Of the plan's program, drafted at these sizes of the groups that it uses, and of what batches before a step's
     last run of it, if there are such; of the same strategies once."""
-    key = (chosen(found.strategies), found.regather, found.kept, found.repeated, tuple(found.postponed.items()))
+    key = _key(found)
     if key not in problem.scores:
         graph = problem.choices.graph
-        rewritten = run_passes(drafted(problem, found, sizes), standard_passes(), verify=False).program
+        rewritten = _rewritten(problem, found, sizes).program
         measured = problem.facts.compute.is_measured
 
         def score(program: Program) -> Score:
@@ -97,6 +100,30 @@ def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, A
             apart = Apart(score(before), tuple((held[n].meta.nbytes, held[n].placement) for n in first.local))
         problem.scores[key] = score(rewritten), apart
     return problem.scores[key]
+
+
+def unplaced(problem: Problem, found: Found, sizes: GroupSizes) -> Program:
+    """The plan's program as the passes leave it that place collectives; of the last few that were played as it was
+    then, whatever the sizes."""
+    program = problem.unplaced.get(_key(found))
+    return before_placing(_rewritten(problem, found, sizes)) if program is None else program
+
+
+def before_placing(outcome: Outcome) -> Program:
+    return outcome.stages[outcome.names.index(PLACING)]
+
+
+def _key(found: Found) -> object:
+    """What its program depends on."""
+    return chosen(found.strategies), found.regather, found.kept, found.repeated, tuple(found.postponed.items())
+
+
+def _rewritten(problem: Problem, found: Found, sizes: GroupSizes) -> Outcome:
+    outcome = run_passes(drafted(problem, found, sizes), standard_passes(), verify=False)
+    problem.unplaced[_key(found)] = before_placing(outcome)
+    for old in list(problem.unplaced)[:-KEPT]:
+        del problem.unplaced[old]
+    return outcome
 
 
 def drafted(problem: Problem, found: Found, sizes: GroupSizes) -> Program:

@@ -189,7 +189,7 @@ def _plan_whole(tried: Tried, number: int) -> None:
         before, (best, overlapped_s) = best, again(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)
         if best is before:
-            break  # and so was the order of other ones, where it has changed nothing
+            break  # the order of these was asked of before
 
 
 @dataclass

@@ -103,8 +103,8 @@ def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, A
 
 
 def unplaced(problem: Problem, found: Found, sizes: GroupSizes) -> Program:
-    """The plan's program as the passes leave it that place collectives; of the last few that were played as it was
-    then, whatever the sizes."""
+    """The plan's program before the passes that place its collectives. Of the last few that were played it is the one
+    that was made then, at whatever sizes: collectives may go other ways in it."""
     program = problem.unplaced.get(_key(found))
     return before_placing(_rewritten(problem, found, sizes)) if program is None else program
 

@@ -2,6 +2,9 @@
 
 import itertools
 import random
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -15,13 +18,13 @@ from hap.plan import Collective, Strategy
 from hap.rules.choices import Choices
 from hap.search import plan_graph
 from hap.search.blocks import find_blocks
-from hap.search.bound import Bound, Line, best_weights, make_bound
+from hap.search.bound import Bound, Line, best_weights, device_classes, make_bound, node_line
 from hap.search.least import Least
 from hap.search.prices import Facts
 from hap.search.recompute import after_steps, steps_of
 from hap.search.relaxation import Relaxation, lower_bound
 from hap.search.rounding import round_shares
-from tests.search.models import cluster, mlp, unrolled
+from tests.search.models import cluster, gpt2, mlp, unrolled
 
 
 def test_two_devices_by_hand() -> None:
@@ -35,6 +38,22 @@ def test_two_devices_by_hand() -> None:
     assert bound.seconds((0.75, 0.25)) == pytest.approx(2.0)
     assert bound.seconds((0.0, 1.0)) == pytest.approx(1.0)
     assert bound.seconds(best_weights(bound)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("make", [partial(gpt2, 3), partial(unrolled, 6), partial(mlp, 8, 16, 3)])
+def test_nodes_of_one_class_take_as_long(make: Callable[[], Choices]) -> None:
+    """The bound asks one of them, and counts the others."""
+    found, devices = make(), cluster((1, "1GB"), (2, "1GB"), memory_bandwidth="1GB/s")
+    facts = Facts(found.graph, found.strategies, devices, "adamw")
+    kinds, _ = device_classes(devices)
+    one_by_one = Counter(
+        tuple(dict.fromkeys(node_line(facts, name, s, kinds) for s in options))
+        for name, options in found.strategies.items()
+    )
+    asked = dict(make_bound(facts).menus)
+    free = sum(one_by_one[menu] for menu in one_by_one if menu not in asked)
+    assert len(asked) > 5 and all(one_by_one[menu] == count for menu, count in asked.items())
+    assert free + sum(asked.values()) == len(found.graph.nodes)
 
 
 def test_below_every_plan_of_a_tiny_model() -> None:

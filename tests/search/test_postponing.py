@@ -12,6 +12,8 @@ from torch import nn
 from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
+from hap.codegen.passes.runner import print_program
+from hap.codegen.program import Convert
 from hap.cost_models.evaluate import evaluate
 from hap.order import program_parts
 from hap.plan import Plan, Recomputed
@@ -28,7 +30,7 @@ from hap.search.mixing import or_mixed
 from hap.search.pins import Pins
 from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
-from hap.search.tempo import played_s
+from hap.search.tempo import played_s, unplaced
 from tests.search.models import cluster
 
 WIDTH, WORDS, BATCH = 512, 4096, 16384
@@ -206,6 +208,36 @@ def test_which_parameters_are_whole_is_asked_again_of_the_new_order(monkeypatch:
     assert plan.postponed and asked == [False, True]
     asked.clear()
     assert not plan_graph(tied(), devices("1000GB/s"), pins=PINS).postponed and asked == [False]
+
+
+def test_the_order_is_not_asked_again_of_what_it_was_asked_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is mixed where all parameters are pinned: the plan is that of one question."""
+    asked: list[bool] = []
+
+    def recorded(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+        asked.append(bool(best.postponed))
+        return postponing.or_postponed(search, best, overlapped_s)
+
+    monkeypatch.setattr(planner, "or_postponed", recorded)
+    plan = plan_graph(tied(), devices(), pins=PINS)
+    assert asked == [False] and plan.postponed
+    assert plan.predicted == planned().predicted and plan.postponed == planned().postponed
+
+
+def test_what_was_played_is_not_drafted_again() -> None:
+    """What is kept of it is what a draft at any sizes comes to."""
+    search = Search(Problem.state(tied(), devices(), "adamw", Pins()), LIMITS["normal"])
+    best = search.run()
+    group = next(name for name in best.groups if len(set(best.sizes[name])) > 1)
+    sizes = {name: best.sizes[name][::-1] if name == group else best.sizes[name] for name in best.groups}
+    fresh = unplaced(search.problem, best, sizes)
+    assert unplaced(search.problem, best, best.sizes) is fresh
+    search.problem.unplaced.clear()
+    again = unplaced(search.problem, best, {name: best.sizes[name] for name in best.groups})
+    assert again is not fresh and print_program(again) == print_program(fresh)
+    assert any(isinstance(i, Convert) for i in again.backward)  # none in a bundle yet
+    played_s(search.problem, replace(best, strategies=dict(best.strategies)))
+    assert len(search.problem.unplaced) == 1, "of the same strategies once"
 
 
 def test_what_is_changed_later_knows_the_order() -> None:

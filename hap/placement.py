@@ -44,9 +44,12 @@ class Shard(NamedTuple):
 
 
 class Replicate:
-    """Every rank holds the whole value. ``REPLICATE`` is the only one: a copy of it is it."""
+    """Every rank holds the whole value. ``REPLICATE`` is the only one: ``Replicate()`` and a copy are it."""
 
     __slots__ = ()
+
+    def __new__(cls) -> Replicate:
+        return REPLICATE
 
     def __reduce__(self) -> str:
         return "REPLICATE"
@@ -59,9 +62,13 @@ class Replicate:
 
 
 class Partial:
-    """The value is the element-wise sum of what the ranks hold. ``PARTIAL`` is the only one: a copy of it is it."""
+    """The value is the element-wise sum of what the ranks hold. ``PARTIAL`` is the only one: ``Partial()`` and a copy
+    are it."""
 
     __slots__ = ()
+
+    def __new__(cls) -> Partial:
+        return PARTIAL
 
     def __reduce__(self) -> str:
         return "PARTIAL"
@@ -74,8 +81,8 @@ class Partial:
 
 
 Placement = Shard | Replicate | Partial
-REPLICATE = Replicate()
-PARTIAL = Partial()
+REPLICATE: Replicate = object.__new__(Replicate)
+PARTIAL: Partial = object.__new__(Partial)
 _SHARD = re.compile(r"S\((\d+):(\d+)x(\d+)x(\d+)@(\w+)\)")
 
 

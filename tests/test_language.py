@@ -16,6 +16,8 @@ from hap.placement import (
     PARTIAL,
     REPLICATE,
     LocalSize,
+    Partial,
+    Replicate,
     Shard,
     concrete_shape,
     join_shards,
@@ -75,6 +77,7 @@ def test_a_copy_of_a_placement_is_equal_to_it_and_tells_the_same(placement):
         assert copy == placement and hash(copy) == hash(placement) and repr(copy) == repr(placement)
         assert copy is placement or placement is HEADS
     assert "object at" not in repr(placement)
+    assert Replicate() is REPLICATE and Partial() is PARTIAL
 
 
 def test_local_shapes_stay_symbolic_until_a_rank_asks():

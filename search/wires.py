@@ -303,8 +303,8 @@ class Wires:
 
     def _times(self, nbytes: int) -> int:
         """How many times as long the stages of as many bytes take as those of so many times fewer: a power of two, by
-        which nothing is rounded. What was measured need not be proportional."""
-        return 1 if isinstance(self.cluster, CalibratedCluster) else nbytes & -nbytes
+        which nothing is rounded. What was measured need not be proportional, and of no bytes there are no fewer."""
+        return 1 if isinstance(self.cluster, CalibratedCluster) or nbytes == 0 else nbytes & -nbytes
 
     def cut_s(self, nbytes: int) -> tuple[Array, Array]:
         """Seconds of every rank (N,) for cutting its own piece out of a whole value, and those per share of it."""

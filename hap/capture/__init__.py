@@ -147,6 +147,7 @@ def _trace(
             inputs=[path for path, _ in inputs.named],
             tied=state.tied,
             outputs=outputs,
+            assigned=step.assigned,
             frozen=[n for n, p in state.parameters.items() if not p.requires_grad],
             outside=outside,
         )

@@ -36,12 +36,14 @@ def to_graph(
     inputs: Sequence[str],
     tied: Mapping[str, str],
     outputs: Sequence[str] = (),
+    assigned: Sequence[str] = (),
     frozen: Collection[str] = (),
     outside: Outside,
 ) -> Graph:
     """The trace as a ``Graph``; the sequences give the user's name for each placeholder's or output's index.
 
-    An output beside the loss is the update of a buffer of its own, ``OUTPUT`` and its name, which nothing reads. A
+    An output beside the loss is the update of a buffer of its own, ``OUTPUT`` and its name, which nothing reads; behind
+    the ``outputs`` come the values of buffers that were ``assigned``, whatever was written to those before. A
     parameter of those that are ``frozen`` is a buffer if the forward pass changes it.
     """
     trace, buffers = _written(trace, parameters, buffers, frozen)
@@ -56,11 +58,13 @@ def to_graph(
             converter.add_constant(fx_node)
         elif fx_node.op == "call_function" and not _is_check(fx_node):
             converter.add_call(fx_node)
-    gradients, updates = {}, {}
+    gradients, updates, replaced = {}, {}, dict[str, Value]()
     for fx_node, role in trace.outputs:
         value = converter.values[fx_node]
         if role.kind == "loss":
             loss = value
+        elif role.kind == "output" and role.index >= len(outputs):
+            replaced[assigned[role.index - len(outputs)]] = value
         elif role.kind == "output":
             target = OUTPUT + outputs[role.index]
             updates[target] = value
@@ -76,6 +80,7 @@ def to_graph(
             gradients[parameters[role.index]] = value
         else:
             updates[buffers[role.index]] = value
+    updates |= replaced
     changing = {*parameters, *updates} - (set(frozen) - updates.keys())
     for constant in converter.built_in:
         outside.check_constant(constant, changing)

@@ -95,6 +95,10 @@ class Respelled(TorchFunctionMode):
             self._routes.note(func, args, kwargs, found)
         return found
 
+    def assign(self, new: Mapping[str, torch.Tensor]) -> None:
+        """From now on these are the values of these buffers, for whoever reads them outside of the model's modules."""
+        self._state = {**self._state, **new}
+
     def settle(self) -> None:
         """While it is active: all that was put off is done."""
         self._routed.settle(self._routed.owed_all())

@@ -1,6 +1,8 @@
 """The module that is traced: the user's model on fake tensors, called with the example inputs, returning its loss.
 
-Beside the loss it returns the outputs that were asked for by name, detached: what trains is the loss alone.
+Beside the loss it returns the outputs that were asked for by name, detached: what trains is the loss alone. So it does
+the buffers that modules gave another tensor (``self.count = self.count + 1``) instead of changing the one that they
+have, which the backward pass may still need; ``assigned`` has their names.
 
 The copy is made with ``copy.deepcopy`` whose memo already holds a fake tensor for every parameter and buffer, so no
 weight is allocated or touched, and a model on ``meta`` or on a GPU gives the same copy as one on the CPU. The copy's
@@ -51,6 +53,7 @@ class Step(nn.Module):
         self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
         self.inputs = inputs
         self.failed: tuple[Exception, str] | None = None
+        self.assigned: tuple[str, ...] = ()
         for i, parameter in enumerate(parameters.values()):
             self.register_parameter(f"p{i}", parameter)
         for i, buffer in enumerate(buffers.values()):
@@ -77,9 +80,13 @@ class Step(nn.Module):
                         f"the forward pass replaces parameter {name}: a frozen one can be changed in place instead, "
                         "under torch.no_grad()"
                     )
-            for name, buffer in buffers.items():
-                _write_back(name, buffer, state[name])
+            new = {name: state[name] for name, buffer in buffers.items() if state[name] is not buffer}
+            for name, buffer in new.items():
+                _check_assigned(name, buffers[name], buffer)
+            respelled.assign(new)
+            self.assigned = tuple(new)
             found = [find_output(output, name).detach().clone() for name in self.outputs]
+            found += [buffer.detach().clone() for buffer in new.values()]
             with self.outside.lent(model):
                 loss = find_loss(output, loss_fn, call.targets)
                 respelled.settle()
@@ -167,13 +174,11 @@ def _own_loss(output: Any) -> Any:
     return output[0] if isinstance(output, (tuple, list)) and output else None
 
 
-def _write_back(name: str, buffer: torch.Tensor, new: torch.Tensor) -> None:
-    """A module may assign a buffer (``self.count = self.count + 1``) instead of changing it in place."""
-    if new is buffer:
-        return
+def _check_assigned(name: str, buffer: torch.Tensor, new: torch.Tensor) -> None:
     if new.shape != buffer.shape or new.dtype != buffer.dtype:
         raise CaptureError(f"the forward pass replaces buffer {name} by a tensor of another shape or dtype")
-    buffer.copy_(new)
+    if new.requires_grad:
+        raise CaptureError(f"the forward pass replaces buffer {name} by what needs gradients: detach the new value")
 
 
 def frozen_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -4,7 +4,8 @@
 where gradients are summed over the ranks once for several batches it runs another (``hap.codegen.accumulate``).
 Values that cross are held in a dict that the backward part empties, so memory falls as it proceeds; a second backward
 through the same step is therefore refused. Parameters, buffers and inputs that cross are checked not to have been
-written in between.
+written in between. What the step itself writes, the buffers that it updates, is read before: what crosses, or is handed
+out, and lies in the memory of one is a copy.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Step:
         self._options: Mapping[str, Any] | None = None  # torch.compile's
         self._fast: dict[int, Callable[..., Any]] = {}  # of modules, by id
         self._shared: dict[str, tuple[str, ...]] = {}  # part -> gradients that it hands out in memory not their own
-        self._updated = {s.name for s in program.sources_of("buffer") if s.target in program.updates}
+        written = (*program.sources_of("parameter"), *program.sources_of("buffer"))
+        self._updated = frozenset(s.name for s in written if s.target in program.updates)
+        self._lying: dict[str, tuple[str, ...]] = {}  # part -> values of it that lie where an update will be written
         self._sources = [s.name for s in program.forward_sources]
         self._kept_sources = [name for name in program.saved if name in set(self._sources)]
 
@@ -75,23 +78,39 @@ class Step:
             self._evaluation = to_forward_module(self.program, self.comm.rank, self.comm.device, saving=False)
         with self.comm.part("evaluation"), self._uncast():
             loss, updates, _ = self._call(self._evaluation, self.comm, *(sources[name] for name in self._sources))
+        self._save_from_updates("evaluation", sources, updates)
         return loss, updates
 
     def forward(self, sources: Tensors) -> tuple[torch.Tensor, Tensors, dict[str, torch.Tensor]]:
-        """(loss, buffer updates, saved values). A buffer that crosses and is updated crosses as a copy. The loss may be
-        a ``LateTensor``."""
+        """(loss, buffer updates, saved values), none of them where an update will be written. The loss may be a
+        ``LateTensor``."""
         with self.comm.part("forward"), self._uncast():
             given = (sources[name] for name in self._sources)
             loss, updates, saved = self._call(self.forward_module, self.comm, *given)
+        self._save_from_updates("updates", sources, updates)
+        self._save_from_updates("saved", sources, saved)
         if self._loss_module is not None:
+            crossing = {str(place): value for place, value in enumerate(loss) if isinstance(value, torch.Tensor)}
+            self._save_from_updates("crossing", sources, crossing)
+            loss = [crossing.get(str(place), value) for place, value in enumerate(loss)]
             meta = self.program.held[self.program.loss].meta
             loss = LateTensor.of(meta.shape, meta.dtype, partial(self._arrive, loss))
         if self.program.loss in saved:  # the loss will hold what is saved: not the other way round, too
             saved[self.program.loss] = loss.detach()
-        for name in self._kept_sources:
-            if name in self._updated:
-                saved[name] = saved[name].clone()
         return loss, updates, saved
+
+    def _save_from_updates(self, part: str, sources: Tensors, found: dict[str, torch.Tensor]) -> None:
+        """Copies in the place of what lies in the memory of a buffer that the step updates: itself, views of it, pieces
+        cut out of it. They are the same ones in every step, since the program lays its results out in the same way."""
+        if not self._updated:
+            return
+        if part not in self._lying or self._options is not None:
+            places = {sources[name].untyped_storage().data_ptr() for name in self._updated if sources[name].numel()}
+            self._lying[part] = tuple(
+                name for name, value in found.items() if value.numel() and value.untyped_storage().data_ptr() in places
+            )
+        for name in self._lying[part]:
+            found[name] = found[name].clone()
 
     def _arrive(self, crossing: list[object]) -> torch.Tensor:
         assert self._loss_module is not None

@@ -193,6 +193,14 @@ def test_a_buffer_replaced_by_another_shape() -> None:
     assert "replaces buffer memory by a tensor of another shape" in refusal(Block(grows))
 
 
+def test_buffers_replaced_by_what_needs_gradients() -> None:
+    def averages(module: Block, y: torch.Tensor) -> torch.Tensor:
+        module.memory = 0.9 * module.memory + 0.1 * y
+        return y.sum()
+
+    assert "replaces buffer memory by what needs gradients: detach the new value" in refusal(Block(averages))
+
+
 def test_who_deals_out_the_batch_already() -> None:
     assert refusal(nn.DataParallel(nn.Linear(3, 3)), loss_fn=total).endswith("give HAP its .module")
 

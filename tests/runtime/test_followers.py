@@ -1,4 +1,5 @@
-"""Frozen parameters that the forward pass changes, over steps of training, a smaller batch and evaluation, on ranks."""
+"""Frozen parameters and buffers that the forward pass changes, over steps of training, a smaller batch and evaluation,
+on ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +24,25 @@ def follower() -> nn.Module:
     return Follower(assigned)
 
 
-MODELS = {"follower": follower, "codebook": Codebook}
+class Remembering(nn.Module):
+    """Buffers that are read as views, for the backward pass too, and then replaced, by each other and by new values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        for name in ("scale", "now", "before", "newest", "older"):
+            self.register_buffer(name, torch.linspace(1.0, 2.0, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) / self.scale.view(1, -1) * self.newest.clone().view(1, -1)
+        self.scale = 0.9 * self.scale + 0.1 * y.detach().std(0)
+        self.before.copy_(self.now)
+        self.now.copy_(y.detach().mean(0))
+        self.older, self.newest = self.newest, 1.0 + y.detach().square().mean(0)
+        return y
+
+
+MODELS = {"follower": follower, "codebook": Codebook, "remembering": Remembering}
 
 
 def built(name: str) -> nn.Module:

@@ -247,7 +247,12 @@ class Evaluator:
             update_s=ending - float(last.max()),
             conversions=costs,
             memory=prepared.walk.use(
-                sizes, cluster.world_size, self.optimizer, ranks=cluster.fabric.world_size, decompositions=ways
+                sizes,
+                cluster.world_size,
+                self.optimizer,
+                ranks=cluster.fabric.world_size,
+                decompositions=ways,
+                backend=cluster.backend,
             ),
             usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
             devices=tuple(d.name for d in cluster.devices),

@@ -12,7 +12,8 @@ in the forward part, and from just before its first one in the backward part. A 
 first reader, that of a result as soon as the value exists; its copy lives to the last reader that shares it, and the
 source goes when nobody else reads it. Where a step of the optimizer has several batches, gradients are there
 throughout, and so is what is local of those that ranks exchange once (``hap.deferral``). What is summed over hosts
-beside the backward pass stays to the end. Operators that are several kernels hold intermediate tensors while they run
+beside the backward pass stays to its end. The last moment is the optimizer's update, with the tensors that it makes of
+all parameters at once (``update_bytes``). Operators that are several kernels hold intermediate tensors while they run
 (``_INNER``). Python and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION``
 of every device is left for them.
 """
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hap.conversion import Need, collective_kind, required_results
-from hap.cost_models.optimizers import optimizer_state_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes, update_bytes
 from hap.cost_models.pieces import local_bytes, many_local_bytes
 from hap.cost_models.staging import UNASKED, Pieces, staging_bytes
 from hap.cost_models.strides import Strides, find_strides
@@ -78,15 +79,17 @@ def memory_use(
     again: Mapping[str, Sequence[Node]] = MappingProxyType({}),
     batches: Batches = ONE,
     postponed: Postponed = NONE,
+    backend: str = "gloo",
 ) -> MemoryUse:
     """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies, performed by
     ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
     classes and ``ranks`` that of ranks. ``again``: the calls that are repeated before a call (``order.repeats``).
-    ``batches``: of a step of the optimizer. ``postponed``: see ``order``."""
+    ``batches``: of a step of the optimizer. ``postponed``: see ``order``. ``backend``: on which the optimizer's
+    temporary tensors depend."""
     strides = find_strides(graph)
     steps = find_steps(graph, strides, postponed)
     walk = Walk(graph, strategies, needs, steps=steps, strides=strides, again=again, batches=batches)
-    return walk.use(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions)
+    return walk.use(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions, backend=backend)
 
 
 class Step(NamedTuple):
@@ -268,7 +271,8 @@ class Walk:
         return self.copies[key]
 
     def _keep_results(self) -> None:
-        """Sources and results outlive the step; a gradient is one from the moment it is final."""
+        """Sources and results outlive the step, to the optimizer's update; a gradient is one from when it is final."""
+        self.end += 1
         for storage in self.storages:
             if storage.kind == "parameters":
                 storage.born, storage.last = 0, self.end
@@ -300,17 +304,17 @@ class Walk:
         return collective_kind(self.made[value], target) != "slice"
 
     def _keep_summed(self) -> None:
-        """What is summed over hosts beside the backward pass may be there until the step ends, if the network is slow,
-        and so may be what two bundles of it send and receive."""
+        """What is summed over hosts beside the backward pass may be there until the update, if the network is slow, and
+        so may be what two bundles of it send and receive."""
         gradients = frozenset(self.graph.gradients.values())
         late = [n for n in self.summed if (v := Value(n)) in gradients and v not in self.graph.users]
         late = [n for n in late if self.strategies[n].outputs[0] == self.placed[Value(n)]]
         for name in late:
-            self.summed[name].last = self.end
+            self.summed[name].last = self.end - 1
         if late:
             whole = sum(self.graph.meta(Value(name)).nbytes for name in late)
             sent = self._allocate("temporary", min(whole, SUM_LANES * bundle_bytes(whole)), REPLICATE, 2)
-            sent.born = min(self.moments[name] for name in late)
+            sent.born, sent.last = min(self.moments[name] for name in late), self.end - 1
 
     @cached_property
     def _table(self) -> tuple[NDArray[np.intp], Array, NDArray[np.intp], NDArray[np.intp]]:
@@ -327,6 +331,7 @@ class Walk:
         *,
         ranks: int | None = None,
         decompositions: Sequence[str] | None = None,
+        backend: str = "gloo",
     ) -> dict[str, Array]:
         """Kind -> bytes (moments, N). See ``memory_use``."""
         moments = self.end + 2
@@ -345,8 +350,9 @@ class Walk:
             temporary[:, at + 1] -= packed.T  # every conversion is a moment of its own
             temporary[:, at] += packed.T
         if self._trained:
-            state = own[self._trained] * optimizer_state_bytes(optimizer, 1)
-            of_ranks[:, KINDS.index("optimizer"), 0] += state.sum(axis=0)
+            trained = own[self._trained].sum(axis=0)
+            of_ranks[:, KINDS.index("optimizer"), 0] += trained * optimizer_state_bytes(optimizer, 1)
+            of_ranks[:, KINDS.index("temporary"), self.end] += trained * update_bytes(optimizer, backend, 1)
         there = of_ranks.cumsum(axis=2)[:, :, : self.end + 1]
         return dict(zip(KINDS, there.transpose(1, 2, 0), strict=True))
 
@@ -383,8 +389,9 @@ class Walk:
         *,
         ranks: int | None = None,
         decompositions: Sequence[str] | None = None,
+        backend: str = "gloo",
     ) -> MemoryUse:
         """See ``memory_use``."""
-        held = self.held(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions)
+        held = self.held(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions, backend=backend)
         peak = sum(held.values()).argmax(axis=0)  # type: ignore[union-attr]
         return MemoryUse(tuple({k: int(held[k][peak[r], r]) for k in KINDS} for r in range(world_size)))

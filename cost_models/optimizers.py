@@ -22,17 +22,20 @@ EMBEDDING = frozenset({"aten.embedding.default"})
 
 class Kind(NamedTuple):
     """``states``: tensors of a parameter's size and dtype that are kept for it; no master copies, nor Adafactor's means
-    of rows and columns; of Muon what AdamW keeps of its part. ``whole``: of which parameters it must see all."""
+    of rows and columns; of Muon what AdamW keeps of its part. ``whole``: of which parameters it must see all.
+    ``temporaries``: such tensors while it updates all parameters at once, as ``foreach``, PyTorch's default on GPUs,
+    does: of Adam the roots of the second moments. Plain SGD has none but with weight decay, which no plan knows of."""
 
     states: int
     whole: str = "none"  # of "none", "matrices", "all"
+    temporaries: int = 0
 
 
 KINDS = {
     "sgd": Kind(0),
     "sgd+momentum": Kind(1),
-    "adam": Kind(2),
-    "adamw": Kind(2),
+    "adam": Kind(2, temporaries=1),
+    "adamw": Kind(2, temporaries=1),
     "muon": Kind(2, "matrices"),
     "adafactor": Kind(0, "all"),
 }
@@ -48,6 +51,12 @@ def kind_of(optimizer: str) -> Kind:
 def optimizer_state_bytes(optimizer: str, nbytes: int) -> int:
     """State for a parameter of ``nbytes``. PlanError for a name that is not known."""
     return kind_of(optimizer).states * nbytes
+
+
+def update_bytes(optimizer: str, backend: str, nbytes: int) -> int:
+    """What the update of a parameter of ``nbytes`` holds beside all others' on GPUs. On CPUs parameters are updated one
+    by one. PlanError for a name that is not known."""
+    return kind_of(optimizer).temporaries * nbytes if backend == "nccl" else 0
 
 
 def sees_whole(optimizer: str, graph: Graph, node: Node) -> bool:

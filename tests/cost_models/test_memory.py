@@ -9,6 +9,7 @@ from hap.capture import capture
 from hap.codegen.lowering import lower
 from hap.codegen.program import Call
 from hap.conversion import find_needs
+from hap.cost_models.evaluate import evaluate
 from hap.cost_models.memory import MemoryUse, Walk, memory_use, usable_bytes
 from hap.cost_models.optimizers import optimizer_state_bytes
 from hap.errors import PlanError
@@ -17,10 +18,11 @@ from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.mesh import graph_of, sums_in_order
 from hap.order import program_order
 from hap.plan import Strategy
+from hap.rules.choices import replicated
 from tests._support import gpt2
 from tests._support.mesh import make_mesh
 from tests._support.plans import replicated_plan
-from tests.cost_models.build import R, data_parallel, relu_step
+from tests.cost_models.build import R, cluster, data_parallel, relu_step
 
 
 def use(
@@ -143,9 +145,9 @@ def test_what_only_the_backward_reads_is_computed_there() -> None:
     assert found == ["a", "b", "loss", "e", "b2", "g", "xt", "gw"]
 
 
-def test_what_is_summed_over_hosts_meanwhile_is_held_until_the_step_ends() -> None:
-    """At the end of a host's step there are the sums, what those that nobody waits for are the sums of, and what is
-    sent and received of these."""
+def test_what_is_summed_over_hosts_meanwhile_is_held_until_the_update() -> None:
+    """At the end of a host's backward pass there are the sums, what those that nobody waits for are the sums of, and
+    what is sent and received of these."""
     with torch.device("meta"):
         model, x = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2)), torch.empty(8, 4)
     graph = capture(model, x, loss_fn=torch.sum)
@@ -153,7 +155,7 @@ def test_what_is_summed_over_hosts_meanwhile_is_held_until_the_step_ends() -> No
     host, inside = graph_of(graph, plan, 0), plan.inside_of(0)
     strategies = {name: inside.strategy(name) for name in inside.strategies}
     walk = Walk(host, strategies, find_needs(host, strategies))
-    held = {kind: int(row[-1, 0]) for kind, row in walk.held(inside.sizes, 1, "sgd").items()}
+    held = {kind: int(row[-2, 0]) for kind, row in walk.held(inside.sizes, 1, "sgd").items()}
     sums = [n for n in host.nodes if n.op == HOSTS_SUM]
     _, late = sums_in_order(lower(host, inside))
     nbytes = sum(n.meta.nbytes for n in sums if n.args[SITE] in late)
@@ -161,3 +163,37 @@ def test_what_is_summed_over_hosts_meanwhile_is_held_until_the_step_ends() -> No
     assert held["temporary"] == 2 * nbytes  # all in one bundle
     loss = 4
     assert held["gradients"] == 4 * (4 * 6 + 6 + 6 * 2 + 2) and held["activations"] == nbytes + loss
+    update = {kind: int(row[-1, 0]) for kind, row in walk.held(inside.sizes, 1, "sgd").items()}
+    assert update == {**held, "temporary": 0, "activations": loss}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "backend", "made"), [("adamw", "nccl", 64), ("adamw", "gloo", 0), ("sgd", "nccl", 0)]
+)
+def test_an_update_on_gpus_makes_the_roots_of_all_second_moments_at_once(
+    optimizer: str, backend: str, made: int
+) -> None:
+    """Behind the last call there are w, its gradient, the optimizer's state and, of Adam, one tensor more."""
+    graph = relu_step()
+    strategies = {n.name: Strategy((R,) * len(n.inputs), (R,)) for n in graph.nodes}
+    held = Walk(graph, strategies, ()).held({}, 1, optimizer, backend=backend)
+    assert {kind: int(row[-1, 0]) for kind, row in held.items()} == {
+        "parameters": 196,
+        "optimizer": optimizer_state_bytes(optimizer, 64),
+        "gradients": 64,
+        "activations": 4,
+        "gathered": 0,
+        "temporary": made,
+    }
+
+
+def test_a_step_may_be_fullest_in_its_update() -> None:
+    """Of few samples: parameters, gradients, AdamW's two states and its temporary tensors, and hardly anything else."""
+    with torch.device("meta"):
+        model, x = torch.nn.Linear(512, 512), torch.empty(2, 512)
+    graph = capture(model, x, loss_fn=torch.sum)
+    whole, state = {n.name: replicated(n) for n in graph.nodes}, 4 * (512 * 512 + 512)
+    on_gpu = cluster([1000], tflops=[1])
+    (on_a_gpu,) = evaluate(graph, whole, {}, on_gpu).memory_bytes
+    (on_a_cpu,) = evaluate(graph, whole, {}, on_gpu.model_copy(update={"backend": "gloo"})).memory_bytes
+    assert 5 * state < on_a_gpu < 5.1 * state and on_a_cpu < 4.1 * state

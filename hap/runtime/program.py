@@ -330,10 +330,10 @@ class HapProgram(nn.Module):
         and tensors, alike on all ranks. ProgramError for parameters without values, and for an optimizer that keeps
         other things of a parameter in shards than numbers and tensors of its shape.
         """
-        if self._uninitialised:
-            raise ProgramError(f"{self._uninitialised[0]} has no value (the model was on meta): nothing can be saved")
-        rest = {"random_seed": self.random_seed, "extra": extra}
-        checkpoint.save(directory, self._held(), optimizers, rest, self._everyone, writes=self._writes)
+        held, rest = self._held(), {"random_seed": self.random_seed, "extra": extra}
+        if empty := [name for name in self._uninitialised if name in held]:
+            raise ProgramError(f"{empty[0]} has no value (the model was on meta): nothing can be saved")
+        checkpoint.save(directory, held, optimizers, rest, self._everyone, writes=self._writes)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *optimizers: torch.optim.Optimizer) -> Any:
         """Go on from a checkpoint, of this plan or any other plan of the model on any number of ranks; its ``extra``.
@@ -343,7 +343,8 @@ class HapProgram(nn.Module):
         with; none to load the model alone. ProgramError, with nothing overwritten, if it does not fit.
         """
         rest = checkpoint.load(directory, self._held(), optimizers, self._everyone)
-        self.random_seed, self._uninitialised = rest["random_seed"], ()
+        self.random_seed, held = rest["random_seed"], self._held()
+        self._uninitialised = tuple(name for name in self._uninitialised if name not in held)
         self._written.forget()
         return rest["extra"]
 
@@ -369,8 +370,7 @@ class HapProgram(nn.Module):
     def print_readable(self) -> str:
         """This rank's FX programs, forward and backward, printed and returned."""
         step = self._variants.first.step
-        modules = (step.forward_module, step.backward_module)
-        text = "\n".join(module.print_readable(print_output=False) for module in modules)
+        text = "\n".join(m.print_readable(print_output=False) for m in (step.forward_module, step.backward_module))
         print(text)
         return text
 

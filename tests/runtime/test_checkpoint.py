@@ -423,3 +423,31 @@ def test_parameters_on_meta_are_loaded(tmp_path):
         empty.save_checkpoint(tmp_path / "b")
     empty.load_checkpoint(tmp_path)
     assert empty(torch.ones(3, 4)).item() == program(torch.ones(3, 4)).item()
+
+
+class Angles(Other):
+    """With a buffer that is in no state dict, as rotary embeddings have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(1.0, 5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.angles)
+
+
+def test_a_buffer_on_meta_that_no_checkpoint_holds_must_be_given_a_value_after_loading(tmp_path):
+    model, x = Angles(), torch.ones(3, 4)
+    program = hap.compile(model, plan=replicated_plan(capture(model, x)), example_inputs=x)
+    program.save_checkpoint(tmp_path / "a")
+    with torch.device("meta"):
+        plain = Angles()
+    empty = hap.compile(plain, plan=replicated_plan(capture(plain, x)), example_inputs=x)
+    with pytest.raises(ProgramError, match="nothing can be saved"):
+        empty.save_checkpoint(tmp_path / "b")
+    empty.load_checkpoint(tmp_path / "a")
+    with pytest.raises(ProgramError, match=r"angles has no value .*load_state_dict first"):
+        empty(x)
+    empty.save_checkpoint(tmp_path / "b")  # which has all that a checkpoint holds
+    empty.load_state_dict({"angles": model.angles}, strict=False)
+    assert empty(x).item() == program(x).item()

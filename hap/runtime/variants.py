@@ -214,9 +214,10 @@ class Variants:
         return self._get(key, training)
 
     def nothing(self, training: bool) -> StepInputs:
-        """The share of a rank that holds none of some batch; of the first one's form if it always holds some."""
+        """The share of a rank that holds none of some batch; of the first one's form if it always holds some. Local:
+        ranks that have a share do not ask."""
         rank, form = self._comm.rank, form_of(self._usual)
-        known = [self._get(key, training).signature for key in self._examples if key[0] == form]
+        known = [self._any(key, training).signature for key in self._examples if key[0] == form]
         empty = [s for s in known if (layout := s.batch[1]) is not None and layout.sizes[rank] == 0]
         return (empty or known)[0].nothing(rank)
 

@@ -169,6 +169,33 @@ def test_an_epoch_with_a_smaller_last_batch_trains_every_sample() -> None:
     assert max(error for _, error in found) < 1e-9
 
 
+def collate_first(rank: int, plan: Plan) -> list[tuple[int, float]]:
+    """(rows that this rank saw, error of the loss) of batches that are collated in a mode that has met none of their
+    size, or not all sizes that the other mode has: a rank without a share must not compile for them alone."""
+    loss_fn, dealt = nn.functional.cross_entropy, {8: (5, 0, 3), 5: (3, 0, 2)}
+    found = []
+    for is_first, then, sizes in ((False, True, (8, 5)), (True, False, (5, 8))):
+        x, y = batch(0)
+        program, model = hap.compile(net(), plan=plan, example_inputs=x, example_targets=y, loss_fn=loss_fn), net()
+        program.train(is_first)
+        program.shard_batch(*batch(0, 5))
+        program.train(then), model.train(then)
+        for size in sizes:
+            x, y = batch(size, size)
+            mine = range(sum(dealt[size][:rank]), sum(dealt[size][: rank + 1]))
+            share, targets = program.collate([(x[i], y[i]) for i in mine])
+            seed = program.random_seed
+            with torch.no_grad(), SameDraws(seed):
+                found.append((len(share), apart(program(share, targets=targets), loss_fn(model(x), y))))
+    return found
+
+
+def test_a_rank_without_a_share_collates_alone_in_a_mode_that_has_met_no_batch() -> None:
+    found = run_ranks(3, collate_first, net_plans()["zero"])
+    assert [[rows for rows, _ in rank] for rank in found] == [[5, 3, 3, 5], [0, 0, 0, 0], [3, 2, 2, 3]]
+    assert max(error for rank in found for _, error in rank) < TOLERANCE
+
+
 # ---- evaluation ----
 
 

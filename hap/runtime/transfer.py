@@ -2,7 +2,9 @@
 
 Packing lays what every rank needs of this rank's values one after another in one flat tensor, so that a *bundle* of
 values takes as many messages as one value does. ``move`` touches nothing but that tensor and the process group, so it
-may run beside the program. The values of a bundle have one device, and one dtype where sums are made.
+may run beside the program; what it sends is kept until ``unpack``, as on a GPU another stream may be reading it when
+``move`` returns, and its memory would go back to the program's. The values of a bundle have one device, and one dtype
+where sums are made.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class Gather(_InSteps):
     """``all_gather``: pieces -> whole values. Bytes, so any mixture of dtypes; where there is one, values are laid out
     and taken apart in it, with a call or two for each instead of several for each piece."""
 
+    sent: torch.Tensor | None = None  # kept until unpack
+
     def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
         self.here, self.how, self.values = here, how, values
         dtypes = {value.dtype for value in values}
@@ -101,11 +105,13 @@ class Gather(_InSteps):
         elif self.how == "broadcast":
             exchange.gather_by_broadcast(self.flat, lengths, here.group)
         elif self.how == "padded":
-            self.flat = exchange.gather_padded(self.flat, lengths, here.group)
+            self.sent = self.flat
+            self.flat = exchange.gather_padded(self.sent, lengths, here.group)
         else:
             perform(_gather_schedule(self.how, tuple(lengths)), self.flat, here.group)
 
     def unpack(self) -> list[torch.Tensor]:
+        self.sent = None
         if self.dtype is not None and len(self.values) > 1:
             return self._taken_apart(self.flat.view(self.dtype))
         results = []
@@ -216,6 +222,8 @@ Routes = Mapping[tuple[Layout, Layout], Indices]
 class Swap:
     """``all_to_all``: pieces under one layout -> pieces under another. Bytes, so any mixture of dtypes."""
 
+    sent: torch.Tensor | None = None  # kept until unpack
+
     def __init__(
         self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str, routes: Routes
     ) -> None:
@@ -253,19 +261,20 @@ class Swap:
         self.flat = torch.cat([p for row in parts for p in row])
 
     def begin(self) -> dist.Work:
-        self.sent, self.flat = self.flat, self.flat.new_empty(sum(self.incoming))  # both live until it is done
+        self.sent, self.flat = self.flat, self.flat.new_empty(sum(self.incoming))
         group, lengths = self.here.group, (self.incoming, self.outgoing)
         return _begun(dist.all_to_all_single(self.flat, self.sent, *lengths, group=group, async_op=True))
 
     def move(self) -> None:
+        self.sent = self.flat
         if self.how == "pairs":
-            self.flat = swap(self.flat, self.outgoing, self.incoming, self.here.group)
+            self.flat = swap(self.sent, self.outgoing, self.incoming, self.here.group)
         else:
-            received = self.flat.new_empty(sum(self.incoming))
-            dist.all_to_all_single(received, self.flat, self.incoming, self.outgoing, group=self.here.group)
-            self.flat = received
+            self.flat = self.sent.new_empty(sum(self.incoming))
+            dist.all_to_all_single(self.flat, self.sent, self.incoming, self.outgoing, group=self.here.group)
 
     def unpack(self) -> list[torch.Tensor]:
+        self.sent = None
         results = []
         starts = list(accumulate(self.incoming, initial=0))[:-1]
         for value, (source, target), shapes, nbytes in zip(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -154,6 +155,37 @@ def all_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
 def test_several_values_go_together_and_calls_may_be_under_way(world_size: int) -> None:
     compared = run_ranks(world_size, several_at_once, 5 + world_size)
     assert compared[0] >= 32 and len(set(compared)) == 1
+
+
+SENT: list[tuple[Collective, str]] = [
+    *(("all_gather", how) for how in DECOMPOSITIONS["all_gather"]),
+    *(("reduce_scatter", how) for how in DECOMPOSITIONS["reduce_scatter"]),
+    *(("all_to_all", how) for how in DECOMPOSITIONS["all_to_all"]),
+    ("all_reduce", "ring"),
+]
+
+
+def what_was_packed_is_held(rank: int) -> list[bool]:
+    """Of each collective on two values: whether its buffer outlives ``move``, after which a GPU may still read it."""
+    comm, found = Communicator(dist.group.WORLD), []
+    rows, columns = Layout(0, 1, 1, (3, 1)), Layout(1, 1, 1, (2, 2))
+    whole = torch.arange(16.0).reshape(4, 4)
+    for kind, how in SENT:
+        value = rows.take(whole, rank) if kind in ("all_gather", "all_to_all") else whole
+        layouts = {"all_reduce": (), "all_to_all": (rows, columns)}.get(kind, (rows,))
+        transfer = comm._prepare(kind, [value, value], [layouts, layouts], how)
+        assert transfer is not None
+        transfer.pack()
+        packed = weakref.ref(transfer.flat)  # type: ignore[attr-defined]
+        transfer.move()
+        found.append(packed() is not None)
+        transfer.unpack()
+    return found
+
+
+def test_what_is_sent_is_held_until_it_is_unpacked() -> None:
+    for held in run_ranks(2, what_was_packed_is_held):
+        assert dict(zip(SENT, held, strict=True)) == dict.fromkeys(SENT, True)
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from hap.batching import best_batches
 from hap.capture import capture
@@ -42,7 +41,6 @@ from hap.reduce_dtype import ReduceDtype
 from hap.rules.choices import choices
 from hap.rules.whole import find_forced
 from hap.run_record import VARIABLE as RECORD_VARIABLE
-from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
 from hap.runtime.variants import Built
 from hap.search.assemble import ASSUMPTIONS
@@ -53,7 +51,7 @@ from hap.search.pins import Pins
 from hap.search.planner import Effort, plan_graph
 from hap.search.subsets import without
 from hap.starting import left_out, refusal
-from hap.together import OTHER, agree, agree_on_program, together
+from hap.together import OTHER, agree, agree_on_program, join, together
 from hap.whatif import explained
 
 T = TypeVar("T")
@@ -179,9 +177,9 @@ def compile(
     ``plan`` (a ``Plan`` or a file) nothing is searched, and the plan must be for this model, this many ranks and, if
     ``cluster`` is given, this cluster, or what is left of it without the devices that the plan leaves out. Parameters
     start from rank 0's values of ``model``; a model on ``meta`` needs ``load_state_dict`` before the first step.
-    ``device`` defaults to this rank's GPU under NCCL, else the CPU. ``passes_off`` names passes
-    (``hap.codegen.passes.runner``) to leave out, ``("bucket", "overlap")`` for one. With ``plan`` gradients are
-    exchanged as it says, and a ``reduce_dtype`` must be its own.
+    ``device`` defaults to this rank's GPU under NCCL, else the CPU, where a cluster of ``backend: nccl`` runs only if
+    that is named here. ``passes_off`` names passes (``hap.codegen.passes.runner``) to leave out, ``("bucket",
+    "overlap")`` for one. With ``plan`` gradients are exchanged as it says, and a ``reduce_dtype`` must be its own.
     The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
     """
     if cluster is None and plan is None:
@@ -365,32 +363,6 @@ def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_siz
         made_for.check_cluster(cluster.name, cluster.fingerprint)
     if made_for.world_size != world_size:
         raise PlanError(f"the plan is for {made_for.world_size} ranks, this job has {world_size}")
-
-
-def join(backend: str | None, device: torch.device | str | None) -> Communicator:
-    """This job's communicator, joining the default process group if torchrun started us and nobody has yet."""
-    if dist.is_initialized():
-        here = _device(device, dist.get_backend())
-    else:
-        chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        here = _device(device, chosen)
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            return Communicator(None, here)
-        if chosen == "nccl" and here.type != "cuda":
-            raise ClusterError("the cluster's backend is nccl, and this rank has no GPU; use backend: gloo")
-        dist.init_process_group(chosen, device_id=here if here.type == "cuda" else None)
-    if here.type == "cuda":
-        torch.cuda.set_device(here)
-    return Communicator(dist.group.WORLD if dist.get_world_size() > 1 else None, here)
-
-
-def _device(device: torch.device | str | None, backend: str) -> torch.device:
-    """What the user says, else this rank's GPU under NCCL, else the CPU."""
-    if device is not None:
-        return torch.device(device)
-    if "nccl" in backend and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
 
 
 def _recorded(program: HapProgram) -> HapProgram:

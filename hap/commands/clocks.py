@@ -93,10 +93,10 @@ def _on_ranks(
     import torch
     import torch.distributed as dist
 
-    from hap.api import join
     from hap.cluster import ClusterSpec
     from hap.runtime.discover import discover
     from hap.runtime.emulate import NOTICE, slowdowns
+    from hap.together import join
 
     spec = None if cluster is None else ClusterSpec.load(cluster)
     comm = join(None if spec is None else spec.backend, None)

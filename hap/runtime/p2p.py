@@ -26,7 +26,8 @@ def perform(
     rank = dist.get_rank(group)
     mine = [m for m in messages if rank in (m.src, m.dst)]
     if by_rounds is None:
-        by_rounds = dist.get_backend(group) != "gloo"
+        served = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))  # device -> backend
+        by_rounds = served[buffer.device.type] != "gloo"
     if by_rounds:
         for _, batch in groupby(mine, key=lambda m: m.round):
             _batch(tuple(batch), buffer, rank, group)

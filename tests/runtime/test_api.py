@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 import hap
 from hap.cluster import ClusterSpec
+from hap.runtime import p2p
+from hap.runtime.collectives import Communicator
+from hap.together import join
 from tests._support import gpt2
 from tests._support.lab import LAB, lab
 from tests._support.plans import replicated_plan
@@ -73,6 +76,7 @@ def refusals(rank: int) -> dict[str, str]:
     plan = hap.compile(bigram(), lab(), **arguments()).plan
     mine = plan.model_copy(update={"devices": ("a", "b", "c")}) if rank == 2 else plan
     four = ClusterSpec.from_yaml(LAB.replace("{name: slow,", "{name: slow, count: 2,"))
+    gpus = lab().model_copy(update={"backend": "nccl"})
     renamed = ClusterSpec.from_yaml(LAB.replace("name: lab", "name: attic"))
     pins = hap.Pins(placements={"no.such": "R"}) if rank == 0 else None
     file = "no/such.plan" if rank == 0 else plan
@@ -82,6 +86,8 @@ def refusals(rank: int) -> dict[str, str]:
         "other plan": (bigram(), None, {"plan": mine}),
         "other cluster": (bigram(), renamed, {"plan": plan}),
         "too many devices": (bigram(), four, {}),
+        "GPUs on CPUs": (bigram(), gpus, {}),
+        "GPUs on CPUs, asked for": (bigram(), gpus, {"device": "cpu"}),
         "rank 0's file": (bigram(), None, {"plan": file}),
         "rank 0's pins": (bigram(), lab(), {"pins": pins}),
         "one rank's bug": (bigram(), lab(), {"loss_fn": broken_on_rank_one}),
@@ -116,6 +122,8 @@ EXPECTED = {
     "other plan": "PlanError: the plan of rank 2 differs from rank 0's",
     "other cluster": "PlanError: the plan is for cluster 'lab' (",
     "too many devices": "ClusterError: 3 ranks, but cluster 'lab' describes 4 devices",
+    "GPUs on CPUs": "ClusterError: the cluster's backend is nccl, and this job's process group is of cpu:gloo",
+    "GPUs on CPUs, asked for": "accepted",
     "rank 0's file": "PlanError: no/such.plan: cannot read plan",
     "rank 0's pins": "PlanError: pin 'no.such' matches no parameter and no input",
     "one rank's bug": "CaptureError: ",
@@ -127,6 +135,47 @@ def test_every_rank_is_refused_in_the_same_words(what: str, compared: list[dict[
     said = {rank[what] for rank in compared}
     assert len(said) == 1 and "\n" not in min(said)
     assert min(said).startswith(EXPECTED[what])
+
+
+def compile_on_a_group_of_no_named_backend(rank: int, folder: str) -> tuple[str, str, float]:
+    """What the group is, where the program runs, its loss. Messages go as on Gloo, which it is: not in rounds."""
+    p2p._batch = None  # type: ignore[assignment]
+    dist.destroy_process_group()
+    dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    program = hap.compile(bigram(), lab(), **arguments())
+    (ids,), targets = program.shard_batch((gpt2.batch(),), gpt2.batch())
+    loss = program(ids, targets=targets)
+    loss.backward()
+    Communicator(dist.group.WORLD).all_reduce(loss.detach(), decomposition="owners")
+    return dist.get_backend(), program.device.type, loss.item()
+
+
+def test_a_process_group_may_have_been_made_without_naming_a_backend(tmp_path: Path) -> None:
+    found = run_ranks(3, compile_on_a_group_of_no_named_backend, str(tmp_path))
+    assert len(set(found)) == 1 and found[0][:2] == ("undefined", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("served", "device", "expected"),
+    [
+        ("cuda:nccl", None, "cuda:2"),  # of a group that was made without a backend, on GPUs
+        ("cpu:gloo,cuda:nccl", None, "cuda:2"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:gloo", None, "cpu"),
+    ],
+)
+def test_a_rank_runs_where_its_process_group_takes_it(
+    served: str, device: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for name, value in (("is_initialized", True), ("get_backend", "undefined"), ("get_backend_config", served)):
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert str(join(None, device).device) == expected
+    assert [str(one) for one in chosen] == ([expected] if expected != "cpu" else [])
 
 
 def test_one_device_needs_no_launcher_and_no_process_group(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class Signature:
         return StepInputs(args, kwargs, tuple(loss_args))
 
     def read(self, call: StepInputs, rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Program name -> local tensor, checked. ProgramError says what is wrong with the first that is."""
+        """Program name -> local tensor, checked, and brought to ``device`` if it is on the CPU. ProgramError says what
+        is wrong with the first that is."""
         given = dict(call.named)
         for path in given:
             if path not in self.feeds:
@@ -81,7 +82,9 @@ class Signature:
                 )
             if tensor.dtype != feed.dtype:
                 raise ProgramError(f"input {path} must be {feed.dtype}, got {tensor.dtype}")
-            if tensor.device.type != device.type:
+            if tensor.device.type == "cpu":
+                tensor = tensor.to(device, non_blocking=True)
+            elif tensor.device.type != device.type:
                 raise ProgramError(f"input {path} is on {tensor.device}, the program runs on {device}")
             found[feed.name] = tensor.contiguous()
         return found

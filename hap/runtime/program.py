@@ -127,7 +127,7 @@ class HapProgram(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's shares live and its inputs must be."""
+        """Where this rank's shares live, and where inputs are moved to that are on the CPU."""
         return self._comm.device
 
     def _seeded(self, variant: Variant) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hap.capture import capture
+from hap.capture.inputs import step_inputs
 from hap.codegen.lowering import lower
 from hap.errors import ProgramError
 from hap.graph import Graph
@@ -289,6 +290,17 @@ def test_wrong_inputs_are_refused_in_one_line(kind: str) -> None:
     with pytest.raises(ProgramError, match=message) as e:
         compiled(tower())(**(batch() | wrong))
     assert "\n" not in str(e.value)
+
+
+def test_inputs_on_the_cpu_are_brought_to_the_programs_device() -> None:
+    """As loaders make them; ``meta`` stands for a GPU."""
+    signature, meta = compiled(tower())._variants.first.signature, torch.device("meta")
+    found = signature.read(step_inputs(batch()), 0, meta)
+    assert {(t.device, tuple(t.shape), t.dtype) for t in found.values()} == {(meta, (6, 4), torch.float64)}
+    assert len(found) == 2
+    given = {key: value.to(meta) for key, value in batch().items()}
+    moved = signature.read(step_inputs(given), 0, meta)
+    assert all(any(mine is one for one in given.values()) for mine in moved.values()), "what is there already stays"
 
 
 def test_a_missing_input_is_named() -> None:

@@ -150,11 +150,14 @@ class Acco:
         return {name: share.detach().clone() for name, share in self._shares.items()}
 
     def _estimated(self, gradients: Tensors) -> Tensors:
-        """What an update would make of the parameters. They and the optimizer's state stay: copies are updated."""
+        """What an update would make of the parameters. They stay, and what the optimizer keeps, also in its groups:
+        copies are updated."""
         state, before = dict(self._optimizer.state), {name: share.data for name, share in self._shares.items()}
+        groups = [dict(group) for group in self._optimizer.param_groups]
         for parameter, kept in state.items():
-            copied = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in kept.items()}
-            self._optimizer.state[parameter] = copied
+            self._optimizer.state[parameter] = _copied(kept)
+        for group in self._optimizer.param_groups:
+            group.update(_copied({key: option for key, option in group.items() if key != "params"}))
         for share in self._shares.values():
             share.data = share.data.clone()
         self._update(gradients)
@@ -163,6 +166,10 @@ class Acco:
             share.data = before[name]
         self._optimizer.state.clear()
         self._optimizer.state.update(state)
+        for group, options in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update(options)
+            for key in group.keys() - options.keys():
+                del group[key]
         return found
 
     def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:
@@ -182,6 +189,13 @@ def _check_plain(program: HapProgram) -> None:
     corrections to float32: ranks' parameters would not stay alike."""
     if program._variants.is_compiled:
         raise ProgramError("ACCO updates in a thread of its own, which torch.compile disturbs: leave out compile()")
+
+
+def _copied(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """With copies of what may be written in place."""
+    tensors = {key: value.clone() for key, value in kept.items() if isinstance(value, torch.Tensor)}
+    containers = {key: copy.deepcopy(value) for key, value in kept.items() if isinstance(value, (list, dict, set))}
+    return {**kept, **tensors, **containers}
 
 
 def _tensors(held: Held, complete: Tensors) -> Iterator[torch.Tensor]:

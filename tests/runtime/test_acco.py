@@ -138,6 +138,40 @@ def test_it_can_be_finished_and_gone_on_with() -> None:
         assert moved > 1e-3 and max(first, second, third) < TOLERANCE
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps numbers of its steps in its groups, as schedule-free optimizers and Prodigy do; a mean of the gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"steps": 0, "norm": torch.zeros(()), "seen": [], "rate": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["last"] = group["rate"] / group["steps"]
+            group["seen"].append(group["steps"])
+            for p in group["params"]:
+                group["norm"] += p.grad.square().sum()
+                p -= group["last"] * p.grad
+
+
+def test_an_estimate_leaves_what_an_optimizer_keeps_in_its_groups() -> None:
+    program = compiled(replicated_plan(gpt2.graph()), language)
+    optimizer = Counting(program.parameters())
+    (group,) = optimizer.param_groups
+    before = dict(group)
+    acco = hap.Acco(program, optimizer)
+    acco.step(*language(0)[:1], targets=language(0)[1])
+    acco.finish()
+    assert group == before and "last" not in group and group["seen"] == [] and group["norm"] == 0, "an estimate alone"
+    for number in range(2 * UPDATES):
+        x, y = language(number)
+        acco.step(x, targets=y)
+    acco.finish()
+    assert group["steps"] == UPDATES and group["seen"] == [1, 2, 3, 4] and group["last"] == 0.1 / UPDATES
+    assert group["norm"] is before["norm"] and group["norm"] > 0, "a tensor is the one that others may hold"
+
+
 def test_what_it_cannot_do() -> None:
     program = compiled(replicated_plan(gpt2.graph()), language)
     optimizer: Any = torch.optim.SGD(program.parameters(), lr=0.1)

@@ -75,6 +75,7 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     table[aten.ldexp.Tensor] = _ldexp
     table[aten.round.decimals] = _round
     table[aten.diagonal_copy.default] = _diagonal_copy
+    table[aten._cdist_backward.default] = _cdist_backward
     table[aten.empty.memory_format] = _empty
     table[aten.empty_like.default] = _empty_like
     table[aten.new_empty.default] = _new_empty
@@ -207,6 +208,13 @@ def _round(x: torch.Tensor, *, decimals: int) -> torch.Tensor:
 def _diagonal_copy(x: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
     """What ``torch.diag`` makes of a matrix."""
     return torch.diagonal(x, offset, dim1, dim2).clone()
+
+
+def _cdist_backward(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: float, found: torch.Tensor) -> Any:
+    """The gradient of ``a`` is as large as ``a`` broadcast, but for pieces with nothing in them: so it is broadcast
+    before."""
+    shape = (*grad.shape[:-2], *a.shape[-2:])
+    return NotImplemented if a.shape == shape else aten._cdist_backward(grad, a.expand(shape), b, p, found)
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -56,19 +56,33 @@ def distances(call: Call) -> Iterator[Row]:
     """``_cdist_forward(a (..., P, M), b (..., R, M), p, mode) -> (..., P, R)``, ``_euclidean_dist(a, b)``."""
     last = len(call.output.shape) - 1
     for dim in range(last - 1):
-        yield Row((Dim(dim), Dim(dim)), (Dim(dim),))
-    yield Row((Dim(last - 1), "R"), (Dim(last - 1),))
-    yield Row(("R", Dim(last - 1)), (Dim(last),))
+        yield Row((_broadcast(call, 0, dim), _broadcast(call, 1, dim)), (Dim(dim),))
+    a, b = (len(m.shape) for m in call.inputs)
+    yield Row((Dim(a - 2), "R"), (Dim(last - 1),))
+    yield Row(("R", Dim(b - 2)), (Dim(last),))
 
 
 def distances_backward(call: Call) -> Iterator[Row]:
-    """``_cdist_backward(grad (..., P, R), a, b, p, distances) -> (..., P, M)``, the gradient of a; linear in grad."""
-    last = len(call.output.shape) - 1
-    for dim in range(last - 1):
-        yield Row((Dim(dim),) * 4, (Dim(dim),))
-    yield Row((Dim(last - 1), Dim(last - 1), "R", Dim(last - 1)), (Dim(last - 1),))
-    yield Row((Dim(last), "R", Dim(last - 1), Dim(last)), ("P",))
+    """``_cdist_backward(grad (..., P, R), a, b, p, distances) -> (..., P, M)``, the gradient of a; linear in grad.
+
+    The gradient is of a as broadcast; where a rank has nothing, it has the shape of a as it is. So where these are two
+    shapes, nothing is sharded: capture broadcasts a before the call.
+    """
+    last, b = len(call.output.shape) - 1, len(call.inputs[2].shape)
+    if call.inputs[1].shape == call.output.shape:
+        for dim in range(last - 1):
+            yield Row((Dim(dim), Dim(dim), _broadcast(call, 2, dim), Dim(dim)), (Dim(dim),))
+        yield Row((Dim(last - 1), Dim(last - 1), "R", Dim(last - 1)), (Dim(last - 1),))
+        yield Row((Dim(last), "R", Dim(b - 2), Dim(last)), ("P",))
     yield from partial_rows(call, ("PRRR",))
+
+
+def _broadcast(call: Call, position: int, dim: int) -> Slot:
+    """The slot of an argument where this dim of the output is sharded, with which its dims are aligned from the right:
+    whole if it lacks the dim, or has it once for all."""
+    shape, whole = call.inputs[position].shape, call.output.shape
+    own = dim - (len(whole) - len(shape))
+    return Dim(own) if own >= 0 and shape[own] == whole[dim] else "R"
 
 
 RULES: Mapping[str, Rule] = {

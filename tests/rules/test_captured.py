@@ -108,6 +108,21 @@ def cnn() -> Graph:
     return capture(model, torch.zeros(BATCH, 3, 12, 12), loss_fn=functional.cross_entropy, example_targets=targets)
 
 
+class Codes(nn.Module):
+    """As many codes as samples: that a dim is as large as the batch does not make it the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.codes = nn.Linear(12, 12), nn.Parameter(torch.zeros(BATCH, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(self.layer(x), self.codes, p=1.0).amin(-1).mean()
+
+
+def codes() -> Graph:
+    return capture(Codes(), torch.zeros(BATCH, LENGTH, 12))
+
+
 MODELS = {
     "gpt2": lambda: gpt2("sdpa"),
     "gpt2 eager": lambda: gpt2("eager"),
@@ -117,6 +132,7 @@ MODELS = {
     "encoder": encoder,
     "mlp": mlp,
     "cnn": cnn,
+    "codes": codes,
 }
 
 

@@ -341,7 +341,14 @@ CALLS += [
     ("aten._euclidean_dist.default", (meta(6, 5), meta(4, 5))),
     ("aten._euclidean_dist.default", (meta(3, 6, 5), meta(3, 4, 5))),
     ("aten._cdist_forward.default", (meta(3, 6, 5), meta(3, 4, 5), 2.0, None)),
+    ("aten._cdist_forward.default", (meta(6, 5, 4), meta(6, 4), 1.0, None)),
+    ("aten._cdist_forward.default", (meta(1, 5, 4), meta(6, 5, 4), 1.0, None)),
+    ("aten._cdist_forward.default", (meta(3, 1, 6, 4), meta(6, 3, 4), 1.0, None)),
     ("aten._cdist_backward.default", (meta(3, 6, 4), meta(3, 6, 5), meta(3, 4, 5), 1.0, meta(3, 6, 4))),
+    ("aten._cdist_backward.default", (meta(6, 5, 6), meta(6, 5, 4), meta(6, 4), 1.0, meta(6, 5, 6))),
+    ("aten._cdist_backward.default", (meta(6, 5, 6), meta(6, 5, 4), meta(1, 6, 4), 1.0, meta(6, 5, 6))),
+    ("aten._cdist_backward.default", (meta(6, 6, 5), meta(6, 4), meta(6, 5, 4), 1.0, meta(6, 6, 5))),
+    ("aten._cdist_backward.default", (meta(6, 5, 5), meta(1, 5, 4), meta(6, 5, 4), 1.0, meta(6, 5, 5))),
 ]
 STABLE = [("aten.sort.stable", (X,))]
 TRIANGULAR = [

@@ -4,6 +4,7 @@
   gradients, on fake ``cuda`` a CPU-only build dies.
 - ``aot_export_joint_with_descriptors``: the joint graph, with descriptors that say which placeholder is which parameter
   and which output is whose gradient.
+- ``backward_pass_autocast`` (since torch 2.9): whether the backward pass is traced under the forward pass's autocast.
 - ``_is_exporting_flag``, ``_is_compiling_flag``: libraries (Hugging Face's masks) ask them before they look at values.
 - ``TracingContext``: tells AOTAutograd which fake mode the arguments belong to.
 - ``_set_mkldnn_enabled``: keeps kernels of one kind of CPU out of the trace.
@@ -35,6 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._decomp import get_decompositions
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     ForwardTokenAOTInput,
@@ -183,7 +185,8 @@ def trace_joint(
     fakes: Fakes,
     decompositions: Mapping[OpOverload, Callable[..., Any]],
 ) -> JointTrace:
-    """Trace forward and backward of ``step(*inputs)``, which returns the loss and detached outputs.
+    """Trace forward and backward of ``step(*inputs)``, which returns the loss and detached outputs: the forward pass
+    under the autocast that is active, the backward pass under none, as ``loss.backward()`` is called outside of it.
 
     What the step raises comes through.
     """
@@ -194,6 +197,7 @@ def trace_joint(
         stack.enter_context(_unchecked_distributions())
         stack.enter_context(_without_reentry())
         stack.enter_context(_seen_lists())
+        stack.enter_context(functorch_config.patch(backward_pass_autocast="off"))
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(tracing(TracingContext(fakes.mode)))

@@ -17,61 +17,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _DEVICES = ("cuda", "cpu")
-_IN_FLOAT32 = frozenset(
-    [
-        "__pow__",
-        "__rdiv__",
-        "__rpow__",
-        "__rtruediv__",
-        "acos",
-        "asin",
-        "binary_cross_entropy_with_logits",
-        "cdist",
-        "cosh",
-        "cosine_similarity",
-        "cosine_embedding_loss",
-        "cross_entropy",
-        "cumprod",
-        "cumsum",
-        "dist",
-        "erfinv",
-        "exp",
-        "expm1",
-        "group_norm",
-        "hinge_embedding_loss",
-        "kl_div",
-        "l1_loss",
-        "layer_norm",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "log_softmax",
-        "margin_ranking_loss",
-        "mse_loss",
-        "multi_margin_loss",
-        "multilabel_margin_loss",
-        "nll_loss",
-        "norm",
-        "normalize",
-        "pdist",
-        "poisson_nll_loss",
-        "pow",
-        "prod",
-        "reciprocal",
-        "rms_norm",
-        "rsqrt",
-        "sinh",
-        "smooth_l1_loss",
-        "soft_margin_loss",
-        "softmax",
-        "softmin",
-        "softplus",
-        "sum",
-        "tan",
-        "triplet_margin_loss",
-    ]
-)
+_WORDS = """
+    _upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d
+    _upsample_nearest_exact3d acos asin binary_cross_entropy_with_logits cdist cosh cosine_embedding_loss
+    cosine_similarity cumprod cumsum dist erfinv exp expm1 frobenius_norm group_norm hinge_embedding_loss huber_loss
+    kl_div l1_loss layer_norm linalg_matrix_norm linalg_vector_norm log log10 log1p log2 log_softmax logsumexp
+    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss native_layer_norm nll_loss nll_loss2d norm
+    nuclear_norm pdist poisson_nll_loss pow prod reciprocal renorm rms_norm rsqrt sinh smooth_l1_loss soft_margin_loss
+    softmax softplus sum tan triplet_margin_loss upsample_bicubic2d upsample_bilinear2d upsample_linear1d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+
+    __pow__ __rdiv__ __rpow__ __rtruediv__ cross_entropy gaussian_nll_loss gumbel_softmax interpolate linalg_norm
+    local_response_norm lp_pool1d lp_pool2d lp_pool3d multilabel_soft_margin_loss normalize pairwise_distance softmin
+    special_expm1 special_log1p special_log_softmax special_logsumexp special_softmax triplet_margin_with_distance_loss
+"""  # the first are those of ATen/autocast_mode.h, the others functions that are made of them
+IN_FLOAT32 = frozenset(_WORDS.split())
 
 
 @dataclass(frozen=True)
@@ -116,10 +76,11 @@ class _LikeCuda(TorchFunctionMode):
     """While active under an autocast, what CUDA's computes in float32 gets its low-precision arguments in float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name not in _IN_FLOAT32 or not torch.is_autocast_enabled("cpu"):
-            return func(*args, **(kwargs or {}))
-        args, kwargs = [_wide(a) for a in args], {k: _wide(v) for k, v in (kwargs or {}).items()}
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        is_average = name == "interpolate" and "area" in (*args[3:4], kwargs.get("mode"))
+        if name not in IN_FLOAT32 or is_average or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        args, kwargs = [_wide(a) for a in args], {k: _wide(v) for k, v in kwargs.items()}
         with torch.autocast("cpu", enabled=False):
             return func(*args, **kwargs)
 

@@ -4,6 +4,10 @@ A step is captured under the autocast that is active where ``hap.plan`` or ``hap
 it is for: it is traced on CPU tensors under the CPU's autocast with the same dtype, and where the user's is CUDA's,
 what CUDA's computes in float32 is made float32 here too (torch's list, "CUDA ops that autocast to float32"). When the
 program runs, its calls are fixed, so no autocast may touch them again.
+
+Autocasts inside of the step, such as a region in float32, are for the device that they name in eager PyTorch. Under
+the CPU's, and where there is no CUDA, those for CUDA do nothing, here as there. Otherwise the step is taken for one on
+GPUs, and as it is traced on CPU tensors, autocasts for either device are for both.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from hap.capture.torch_private import casts_for_cuda_on_cpu
 
 _DEVICES = ("cuda", "cpu")
 _WORDS = """
@@ -62,14 +68,46 @@ class Autocast:
 
     @contextlib.contextmanager
     def on_cpu(self) -> Iterator[None]:
-        """Around a trace on CPU tensors: their autocast, with this dtype."""
-        if self.dtype is None:
-            yield
-            return
-        with torch.autocast("cpu", dtype=self.dtype, cache_enabled=False), contextlib.ExitStack() as stack:
-            if self.device == "cuda":
+        """Around a trace on CPU tensors: their autocast, with this dtype, and what is CUDA's in it."""
+        with contextlib.ExitStack() as stack:
+            if self.device == "cuda" or (self.device is None and torch.cuda.is_available()):
+                stack.enter_context(_one_for_both())
+                stack.enter_context(casts_for_cuda_on_cpu())
                 stack.enter_context(_LikeCuda())
+            if self.dtype is not None:
+                stack.enter_context(torch.autocast("cpu", dtype=self.dtype, cache_enabled=False))
             yield
+
+
+@contextlib.contextmanager
+def _one_for_both() -> Iterator[None]:
+    """While active, an autocast that is entered for the CPU or for CUDA is entered for both."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    before: list[tuple[str, bool, torch.dtype]] = []  # of the other device, of all that are entered
+
+    def entered(self: torch.autocast) -> Any:
+        found = enter(self)
+        if self.device in _DEVICES:
+            other = _DEVICES[1 - _DEVICES.index(self.device)]
+            before.append((other, torch.is_autocast_enabled(other), torch.get_autocast_dtype(other)))
+            _set(other, torch.is_autocast_enabled(self.device), torch.get_autocast_dtype(self.device))
+        return found
+
+    def left(self: torch.autocast, *error: Any) -> Any:
+        if self.device in _DEVICES:
+            _set(*before.pop())
+        return leave(self, *error)
+
+    torch.autocast.__enter__, torch.autocast.__exit__ = entered, left  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__enter__, torch.autocast.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def _set(device: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
 
 
 class _LikeCuda(TorchFunctionMode):

@@ -14,6 +14,7 @@
 - ``Distribution._validate_args``: whether distributions check their arguments.
 - ``_clip_grads_with_norm_``: what clipping by a norm ends with, whoever imported it before.
 - ``GradScaler._unscale_grads_``: what every scaler's step begins with.
+- ``autocast_mode._cast``: what ``torch.amp.custom_fwd(cast_inputs=...)`` casts, by device.
 - ``DataDependentOutputException``, ``DynamicOutputShapeException``: what a fake tensor raises where values are wanted.
 - ``FunctionalTensor.tolist``: which no mode sees, unlike that of other tensors.
 - ``_disable_current_modes``, ``DisableTorchFunction``: something is computed for once, not traced.
@@ -54,6 +55,7 @@ from torch._ops import OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.amp import autocast_mode
 from torch.distributions import Distribution
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree
@@ -63,8 +65,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from hap.errors import CaptureError
 
 __all__ = [
-    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "get_decompositions",
-    "has_values", "is_alias", "is_fake", "pytree", "trace_joint", "untraced", "watch_clipping", "watch_scaling",
+    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "casts_for_cuda_on_cpu",
+    "get_decompositions", "has_values", "is_alias", "is_fake", "pytree", "trace_joint", "untraced", "watch_clipping",
+    "watch_scaling",
 ]  # fmt: skip
 
 _OWN_LIST = FunctionalTensor.tolist
@@ -135,6 +138,21 @@ def untraced() -> Iterator[None]:
 def as_list(tensor: torch.Tensor) -> Any:
     """Inside of a trace: what wants the values of a traced tensor, and raises ``ValuesWanted``."""
     return _OWN_LIST(tensor) if isinstance(tensor, FunctionalTensor) else tensor.tolist()
+
+
+@contextlib.contextmanager
+def casts_for_cuda_on_cpu() -> Iterator[None]:
+    """While active, arguments that ``torch.amp.custom_fwd`` casts where they are on a GPU are cast on the CPU."""
+    cast = autocast_mode._cast
+
+    def on_cpu(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+    autocast_mode._cast = on_cpu
+    try:
+        yield
+    finally:
+        autocast_mode._cast = cast
 
 
 def as_constant(value: torch.Tensor) -> torch.Tensor:

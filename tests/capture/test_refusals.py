@@ -274,6 +274,50 @@ def test_parameters_that_are_no_plain_tensors() -> None:
     assert "1.weight and 0.weight share memory but are two parameters" in refusal(shared, loss_fn=total)
 
 
+class Shares(nn.Module):
+    """``kept`` beside a parameter, each a part of the same memory."""
+
+    def __init__(self, weight: torch.Tensor, kept: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        if isinstance(kept, nn.Parameter):
+            self.kept = kept
+        else:
+            self.register_buffer("kept", kept)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * self.weight.sum() * self.kept.sum()
+
+
+FLAT, TABLE = torch.ones(10), torch.ones(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "kept"), [(FLAT, FLAT), (FLAT, FLAT[4:]), (FLAT[4:], FLAT[:5]), (TABLE[:, :2], TABLE[:, 1:])]
+)
+def test_memory_that_a_parameter_shares(weight: torch.Tensor, kept: torch.Tensor) -> None:
+    stale = "buffer kept shares memory with parameter weight, and would not change with it"
+    assert stale in refusal(Shares(weight, kept))
+    assert "kept and weight share memory but are two parameters" in refusal(Shares(weight, nn.Parameter(kept)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "kept"), [(FLAT[:5], FLAT[5:]), (TABLE[:, :2], TABLE[:, 2:]), (FLAT[:0], FLAT), (FLAT[::2], FLAT[1::2])]
+)
+def test_parts_of_one_storage_that_share_nothing(weight: torch.Tensor, kept: torch.Tensor) -> None:
+    for own in (kept, nn.Parameter(kept)):
+        capture(Shares(weight, own), X)
+        capture(Shares(weight, own).to("meta"), X)
+
+
+def test_a_buffer_that_is_registered_twice_or_lies_in_a_frozen_parameter() -> None:
+    model = Shares(torch.ones(3), torch.ones(3))
+    model.register_buffer("again", model.kept)
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    model.register_buffer("alike", model.frozen.data)
+    capture(model, X)
+
+
 def test_a_tensor_without_data_outside_of_the_buffers() -> None:
     block = Block(lambda module, y: (y * module.table).sum())
     block.table = torch.ones(3, device="meta")

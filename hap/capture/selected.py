@@ -101,8 +101,9 @@ class Selected:
         if name in ("div", "truediv", "true_divide", "rdiv") and len(args) == 2 and not kwargs:
             over, under = args if name != "rdiv" else args[::-1]
             return _of_all(torch.true_divide, (over, _safe(under, 1)), {})
-        if name == "pow" and first and len(args) == 2 and isinstance(args[1], (int, float)) and args[1] >= 1:
-            return _of_all(torch.pow, args, kwargs)
+        if name == "pow" and first and len(args) == 2 and isinstance(args[1], (int, float)) and not kwargs:
+            is_whole = float(args[1]).is_integer() and args[1] >= 1  # others have no number of what is below zero
+            return _of_all(torch.pow, (args[0] if is_whole else _safe(args[0], 1), args[1]), {})
         if name in SAFE and first:
             return _of_all(func, (_safe(args[0], SAFE[name]), *args[1:]), kwargs)
         if name in _ALONG and first:

@@ -122,6 +122,12 @@ def written_at_places(y):
     return x
 
 
+def powers(y):
+    """Of what is above zero where it is selected, and has no powers elsewhere."""
+    above = y[y.detach() > y.detach().mean()] - y.mean()
+    return (above**1.5).sum() + (above + 0.1).pow(-0.5).mean() + torch.pow(above, 2).mean()
+
+
 EQUAL = {
     "at the places of a mask": at_places,
     "by the numbers of places": by_numbers,
@@ -164,6 +170,7 @@ EQUAL = {
     ),
     "logarithms of what may be zero elsewhere": lambda y: (y * EACH).abs()[EACH].log().mean(),
     "roots": lambda y: (y.square() * EACH)[EACH].sqrt().sum(),
+    "powers": powers,
     "ratios": lambda y: (1.0 / (y * EACH)[EACH] + y[EACH] / MISSING[EACH]).sum(),
     "exponentials": lambda y: (y[EACH] - MISSING[EACH]).exp().mean(),
     "numbers": lambda y: (2 - 3 * y[EACH] + y[EACH] / 4 - 1).square().mean(),

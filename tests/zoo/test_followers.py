@@ -2,6 +2,7 @@
 in words."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,29 @@ def warmer(self, x):
     return self.linear(x) / self.temperature
 
 
+def warmer_in_a_dict(self, x):
+    self.state["tau"] *= 0.99
+    return self.linear(x) / self.state["tau"]
+
+
+def warmer_in_an_object(self, x):
+    self.state["schedules"][0].tau *= 0.99
+    return self.linear(x) / self.state["schedules"][0].tau
+
+
+def with_numbers(forward):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.register_buffer("seen", torch.zeros(WIDTH))
+            self.temperature, self.calls = 1.0, 0
+            self.state = {"tau": 1.0, "schedules": [SimpleNamespace(tau=1.0)]}
+
+    Model.forward = forward
+    return Model().double()
+
+
 @pytest.mark.parametrize(
     ("forward", "said"),
     [
@@ -152,19 +176,29 @@ def warmer(self, x):
         (smaller, ".data of shape (1, 6)"),
         (replaced, "replaces parameter frozen.weight"),
         (warmer, "changes the number 'temperature', and the step with it"),
+        (warmer_in_a_dict, "changes the number 'state.tau', and the step with it"),
+        (warmer_in_an_object, "changes the number 'state.schedules.0.tau', and the step with it"),
     ],
 )
 def test_what_would_be_lost_is_refused(forward, said) -> None:
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-            self.register_buffer("seen", torch.zeros(WIDTH))
-            self.temperature, self.calls = 1.0, 0
-
-    Model.forward = forward
     with pytest.raises(CaptureError, match=re.escape(said)):
-        capture(Model().double(), drawn(BATCH, WIDTH), loss_fn=lambda y: y.sum())
+        capture(with_numbers(forward), drawn(BATCH, WIDTH), loss_fn=lambda y: y.sum())
+
+
+class Warmer:
+    """A loss that is no module, with a number of its own."""
+
+    def __init__(self):
+        self.tau = 1.0
+
+    def __call__(self, y):
+        self.tau *= 0.99
+        return y.sum() * self.tau
+
+
+def test_a_number_of_the_loss_that_changes_is_refused() -> None:
+    with pytest.raises(CaptureError, match="changes the number 'tau', and the step with it"):
+        capture(nn.Linear(WIDTH, WIDTH).double(), drawn(BATCH, WIDTH), loss_fn=Warmer())
 
 
 class Centred(nn.Module):
@@ -197,9 +231,11 @@ def test_a_number_that_nothing_reads_may_change() -> None:
         def __init__(self):
             super().__init__()
             self.linear, self.calls, self.size = nn.Linear(WIDTH, WIDTH), 0, 0
+            self.state = {"calls": 0}
 
         def forward(self, x):
             self.calls += 1
+            self.state["calls"] += 1
             if self.size < len(x):
                 self.size = len(x)
             return self.linear(x) * self.size

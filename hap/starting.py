@@ -18,6 +18,7 @@ from hap.report.words import FEW_RANKS, counted, listed, seconds
 
 FEW = 8  # devices that are named one by one, and hosts that have a line each
 PORT = 29500  # torchrun's own
+SCRIPT = "SCRIPT.py --cluster CLUSTER.yaml --plan X.plan.json"  # what hap run hands on to a script, too
 
 
 class Part(NamedTuple):
@@ -100,7 +101,7 @@ def how_to_start(plan: Plan) -> list[str]:
     """One line for each host that takes part, or of many hosts for each run of those that start alike."""
     hosts, cuda = parts(plan), plan.provenance.backend == "nccl"
     if len(hosts) == 1:
-        return [f"on {hosts[0].host}: {_visible(hosts[0], cuda)}torchrun --standalone {_ranks(hosts[0])} SCRIPT.py"]
+        return [f"on {hosts[0].host}: {_visible(hosts[0], cuda)}torchrun --standalone {_ranks(hosts[0])} {SCRIPT}"]
     lines = []
     for first, last in _alike(hosts):
         part = hosts[first]
@@ -109,7 +110,7 @@ def how_to_start(plan: Plan) -> list[str]:
         number = f"{first}" if one else f"N (N from {first} to {last}, in their order)"
         lines.append(
             f"on {where}: {_visible(part, cuda)}torchrun --nnodes {len(hosts)} --node-rank {number} {_ranks(part)} "
-            f"--master-addr {hosts[0].host} --master-port {PORT} SCRIPT.py"
+            f"--master-addr {hosts[0].host} --master-port {PORT} {SCRIPT}"
         )
     return lines
 

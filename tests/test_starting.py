@@ -14,12 +14,13 @@ import hap
 from hap import cli
 from hap.api import planned_part
 from hap.cluster import ClusterSpec
+from hap.commands.launching import launch_arguments
 from hap.guard import judge
 from hap.plan import Plan
 from hap.report.explain import explain
 from hap.report.summary import summarize
 from hap.search.subsets import without
-from hap.starting import how_to_start, in_words, left_out, parts, refusal, visible, with_all
+from hap.starting import SCRIPT, how_to_start, in_words, left_out, parts, refusal, visible, with_all
 from tests._support.ranks import run_ranks
 from tests.report.plans import cluster_of_1024, thousand
 
@@ -96,7 +97,7 @@ def test_the_text_names_who_is_left_out_what_all_would_take_and_how_to_start() -
         at = lines.index(f"left out: b/old#0; {with_all(plan)}")
         assert lines[at + 1 : at + 3] == [
             "start the job on the others:",
-            "  on a: torchrun --standalone --nproc-per-node 2 SCRIPT.py",
+            "  on a: torchrun --standalone --nproc-per-node 2 SCRIPT.py --cluster CLUSTER.yaml --plan X.plan.json",
         ]
     assert f"It leaves out b/old#0: {with_all(plan)}." in (said := explain(plan))
     assert "no plan for these devices, for all, or for all but the slowest kinds can take less than" in said
@@ -107,7 +108,7 @@ def test_on_several_hosts_each_has_its_command_and_sees_only_its_devices_that_ta
     names = ("a/new#0", "a/new#1", "b/new#0", "c/new#0", "c/new#1")
     plan = told("nccl", names, {0: "a/old#0", 4: "b/old#1"})
     assert parts(plan) == (("a", (1, 2), 3), ("b", (0,), 2), ("c", (0, 1), 2))
-    where = "--master-addr a --master-port 29500 SCRIPT.py"
+    where = f"--master-addr a --master-port 29500 {SCRIPT}"
     assert how_to_start(plan) == [
         f"on a: CUDA_VISIBLE_DEVICES=1,2 torchrun --nnodes 3 --node-rank 0 --nproc-per-node 2 {where}",
         f"on b: CUDA_VISIBLE_DEVICES=0 torchrun --nnodes 3 --node-rank 1 --nproc-per-node 1 {where}",
@@ -192,6 +193,15 @@ def test_a_job_on_all_devices_is_told_where_to_start() -> None:
     assert first[:2] == [said, said] and all(rank == first for rank in others)
 
 
+def test_hap_run_on_a_host_starts_a_rank_for_each_of_its_devices() -> None:
+    launched = launch_arguments(WHOLE, "a", "10.0.0.1:29501")
+    place = "--nnodes 2 --node-rank 0 --nproc-per-node 2"
+    assert " ".join(launched) == f"{place} --master-addr 10.0.0.1 --master-port 29501"
+    assert launch_arguments(WHOLE, "b", "10.0.0.1:29501")[3:6] == ["1", "--nproc-per-node", "1"]
+    with pytest.raises(hap.HapError, match="needs --master"):
+        launch_arguments(WHOLE, "a", None)
+
+
 def test_a_plan_for_some_devices_of_one_host_shows_its_ranks_only_these() -> None:
     plan = told("nccl", ("a/new#0", "a/new#1"), {1: "a/old#0"})
     assert visible(plan, None) == visible(plan, "a") == {"CUDA_VISIBLE_DEVICES": "0,2"}
@@ -243,7 +253,7 @@ def test_every_command_takes_such_a_plan(
 
     planned = run("plan", built, "-c", "all.yaml", "--leave-out", "-o", file)
     assert "left out: b/old#0; with it the step would take " in planned
-    assert "  on a: torchrun --standalone --nproc-per-node 2 SCRIPT.py" in planned
+    assert f"  on a: torchrun --standalone --nproc-per-node 2 {SCRIPT}" in planned
     assert json.loads(run("plan", built, "-c", "all.yaml", "--leave-out", "--json")) == json.loads(
         Path(file).read_text()
     )

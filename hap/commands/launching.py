@@ -117,6 +117,6 @@ def launch_arguments(cluster: ClusterSpec, host: str | None, master: str | None)
     address, _, port = (master or "localhost:29500").rpartition(":")
     if not address or not port.isdigit():
         raise HapError(f"--master {master!r}: expected ADDRESS:PORT")
-    ranks = len(cluster.hosts[names.index(host)].devices)
+    ranks = cluster.hosts[names.index(host)].size
     place = ["--nnodes", str(len(names)), "--node-rank", str(names.index(host)), "--nproc-per-node", str(ranks)]
     return [*place, "--master-addr", address, "--master-port", port]

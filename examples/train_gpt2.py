@@ -9,6 +9,9 @@ as one device would, and prints the largest difference. Predictions are better w
 
     hap profile examples/train_gpt2.py:build --cluster examples/cluster-4.yaml --emulate -o profile.json
     torchrun --nproc-per-node 4 examples/train_gpt2.py --cluster examples/cluster-4.yaml --profile profile.json
+
+``--plan`` takes a plan of ``hap plan examples/train_gpt2.py:build`` for this cluster, which must be for NCCL on GPUs.
+Without a profile what is emulated is another cluster, measured when the job starts: no plan is for it.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cluster", required=True)
     parser.add_argument("--profile", metavar="X.json", help="what hap profile measured on this cluster")
+    parser.add_argument("--plan", metavar="X.plan.json", help="the plan to run, instead of a search; see above")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch", type=int, default=16, help="global batch size")
     parser.add_argument("--sequence", type=int, default=64)
@@ -62,9 +66,15 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if "WORLD_SIZE" not in os.environ:
         parser.error("start me with torchrun, one process per device: see --help")
+    if arguments.plan is not None and arguments.profile is None and not gpu_for_every_rank():
+        parser.error("--plan without a GPU for every rank needs the --profile it was made with: see --help")
     if arguments.check < 1 or arguments.steps < arguments.check + 3:
         parser.error("--check needs at least 1 step, and --steps 3 more than that: those are timed")
     return arguments
+
+
+def gpu_for_every_rank() -> bool:
+    return torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 class Characters(Dataset[dict[str, torch.Tensor]]):
@@ -265,14 +275,15 @@ def keep(folder: str, program: HapProgram, record: Record) -> None:
 def main() -> None:
     arguments = parse_arguments()
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    on_gpus = gpu_for_every_rank()
     device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpus else "gloo")
     say = print if dist.get_rank() == 0 else lambda _: None
 
     cluster, throttle = ClusterSpec.load(arguments.cluster), None
-    cluster.check_world_size(world_size)
+    if arguments.plan is None:  # which may leave out devices
+        cluster.check_world_size(world_size)
     if on_gpus:
         cluster = cluster.model_copy(update={"backend": "nccl"})
     else:
@@ -285,9 +296,11 @@ def main() -> None:
     model = build_model(arguments, len(data.alphabet))
     example = example_of(data, arguments)
     started = time.perf_counter()
-    program = hap.compile(model, cluster, example_inputs=example, profile=arguments.profile, device=device)
+    program = hap.compile(
+        model, cluster, example_inputs=example, plan=arguments.plan, profile=arguments.profile, device=device
+    )
     say(f"planned and compiled in {seconds(time.perf_counter() - started)}\n")
-    say(f"{summarize(program.plan, cluster)}\n")
+    say(f"{summarize(program.plan, cluster if arguments.plan is None else None)}\n")
     record = train(program, data, arguments, throttle)
     if dist.get_rank() == 0:
         report(program, record, one_device(data, arguments, device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -27,3 +28,10 @@ def test_it_trains_as_one_device_does() -> None:
     differences = re.search(r"relative difference (\S+) of the loss, (\S+) of a gradient", done.stdout)
     assert differences and max(map(float, differences.groups())) < 1e-4
     assert re.search(r"predicted / measured = \d+\.\d\d", done.stdout)
+
+
+def test_a_plan_for_what_is_emulated_needs_its_profile() -> None:
+    words = [f"{EXAMPLES}/train_gpt2.py", "--cluster", f"{EXAMPLES}/cluster-4.yaml", "--plan", "x.plan.json"]
+    launched = {**os.environ, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=launched, check=False)
+    assert done.returncode == 2 and "error: --plan without a GPU for every rank needs the --profile" in done.stderr

@@ -57,7 +57,7 @@ def render_page(plan: Plan, measured: Measured | None = None) -> str:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] != "plotly":
             raise
-        raise HapError("hap report needs plotly: pip install 'hap[report]'") from None
+        raise HapError("hap report needs plotly: pip install plotly") from None
     return page_of(plan.provenance, _sections(facts, measured), figures.library())
 
 

@@ -79,11 +79,7 @@ def draft(
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
     """Every node's strategy, if the plan is for this graph and gives each tensor one placement."""
-    if plan.provenance.model_fingerprint != graph.fingerprint:
-        raise PlanError(
-            f"the plan was made for model {plan.provenance.model!r} with fingerprint "
-            f"{plan.provenance.model_fingerprint[:12]}, this graph is {graph.fingerprint[:12]}; plan again"
-        )
+    plan.provenance.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
     if missing := [n.name for n in graph.nodes if n.name not in plan.strategies]:
         raise PlanError(f"the plan has no strategy for {missing[0]} and {len(missing) - 1} other nodes; plan again")
     if len(plan.strategies) != len(graph.nodes):

@@ -358,7 +358,7 @@ def planned_part(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
 def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
     """PlanError unless the plan was made for this model, this cluster and this many ranks."""
     made_for = plan.provenance
-    made_for.check_model(graph.name, graph.fingerprint)
+    made_for.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
     if cluster is not None:
         made_for.check_cluster(cluster.name, cluster.fingerprint)
     if made_for.world_size != world_size:

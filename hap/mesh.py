@@ -48,7 +48,7 @@ from hap.whatif import explained
 
 def check_mesh_plan(plan: MeshPlan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
     """PlanError unless the plan was made for this model, this cluster and this many ranks."""
-    plan.provenance.check_model(graph.name, graph.fingerprint)
+    plan.provenance.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
     if set(plan.between) != set(graph.by_name):
         raise PlanError("the plan between hosts has not the nodes of this model; plan again")
     if cluster is not None:

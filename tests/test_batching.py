@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import hap
+from hap.api import simulate
 from hap.batching import counts, part_of
 from hap.capture.inputs import step_inputs
 from hap.errors import CaptureError, InfeasibleError
@@ -58,6 +59,9 @@ def test_where_activations_fill_the_memory_there_are_several() -> None:
         deep(), tight, example_inputs=x[: 24_000 // count], loss_fn=loss, gradient_accumulation_steps=count
     )
     assert again.to_json() == plan.to_json(), "it is the plan for such batches"
+    simulate(deep(), plan, tight, example_inputs=x[: 24_000 // count], loss_fn=loss)
+    with pytest.raises(hap.PlanError, match=f"give one of a step's {count} batches, as it was planned, or plan again"):
+        simulate(deep(), plan, tight, example_inputs=x, loss_fn=loss)
 
 
 def test_what_cannot_be() -> None:

@@ -71,8 +71,7 @@ def _explain_node(plan: Plan, built: BuiltModel, name: str, as_json: bool) -> No
     with shared.working("capturing the model"):
         graph = capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
     graph = as_planned(graph, plan.provenance)
-    if graph.fingerprint != plan.provenance.model_fingerprint:
-        raise PlanError("the plan is for another model, or other shapes; name the model as it was planned")
+    plan.provenance.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
     cluster = Facts(plan).cluster
     if cluster is None:
         raise PlanError("the plan was made by an older HAP and describes no cluster; plan again")

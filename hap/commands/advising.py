@@ -29,7 +29,7 @@ def advise(
     batch in parts, two axes, gradients in bfloat16, lower precision, larger batches, better hardware. The table says
     what each trains: what one device would, too, the same but for rounding, or something else.
 
-    Example:  hap advise train.py:build --cluster cluster.yaml
+    Example:  hap advise model.py:build --cluster cluster.yaml
 
     Needs no GPU, no weights and no process group. Predictions are the cost model's; nothing is run.
     """

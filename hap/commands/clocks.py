@@ -237,7 +237,7 @@ def simulate(
 
     The trace opens in ui.perfetto.dev or chrome://tracing. Needs the plan's model and cluster again.
 
-    Example:  hap simulate gpt2.plan.json train.py:build --cluster cluster.yaml -o trace.json
+    Example:  hap simulate gpt2.plan.json model.py:build --cluster cluster.yaml -o trace.json
     """
     from hap import api
     from hap.mesh_plan import load_plan

@@ -78,7 +78,7 @@ def plan(
     bounded by counts of work (--effort), so that the same inputs give the same plan on any machine. --budget-s bounds
     its seconds, too: a plan that was stopped so says it, and another run may find another.
 
-    Example:  hap plan train.py:build --cluster cluster.yaml -o gpt2.plan.json
+    Example:  hap plan model.py:build --cluster cluster.yaml -o gpt2.plan.json
 
     With --leave-out the plan is for fewer devices where a step is shorter without the slowest kinds, or without some
     hosts; it then says which it leaves out, what a step of all would take, and how to start the job on the others.
@@ -178,7 +178,7 @@ def program(
     The same program that the ranks run, for a person to read; it runs by itself, but for that of one host of several.
     Needs the plan's model again.
 
-    Example:  hap program gpt2.plan.json train.py:build -o gpt2_program.py
+    Example:  hap program gpt2.plan.json model.py:build -o gpt2_program.py
     """
     from hap.mesh_plan import load_plan
 

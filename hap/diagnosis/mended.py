@@ -1,6 +1,6 @@
 """The cluster as a diagnosis found it: its description with what turned out slower, to be planned for.
 
-    hap diagnose runs/1 -o found.yaml && hap plan train.py:build --cluster found.yaml
+    hap diagnose runs/1 -o found.yaml && hap plan model.py:build --cluster found.yaml
 
 A straggler's rates of arithmetic and memory are divided by how many times as long it takes, a slow sender's or
 receiver's network by the same, and a slow link between hosts becomes a limit of its own. Everything else stays.

@@ -2,8 +2,8 @@
 against what the backend does by itself. Needs root (namespaces and traffic shaping).
 
 A sample is the time of the slowest rank from a barrier to having the result in memory. All ways are interleaved, round
-after round. ``chosen`` is what the cost model picks from the links' rates alone; ``bound`` is that of
-``collectives.md`` section 3.5, which no schedule can beat:
+after round. ``chosen`` is what the cost model picks from the links' rates alone; ``bound`` is a time
+which no schedule can beat:
 
     all-gather      max over ranks i of max((M - m_i) / down_i, m_i / up_i)
     reduce-scatter  the same with up and down exchanged

@@ -25,8 +25,8 @@ The latency is one message for every step of the deepest tree; a passed on segme
 A ring goes through the ranks in order, so each host's network carries one flow each way. Latencies: one message after
 another for a rank that talks to all (N-1 of them), one per ring step. NCCL picks a tree where that has less latency;
 where its GPUs are known, its own model of itself replaces these formulas (``collective_nccl``). Beside the links,
-packing and joining pieces is a stage limited by memory bandwidth. Sources: collectives.md sections 3.1 (alpha-beta),
-3.4 (what Gloo and NCCL do), 3.6 (measured). No form goes below the lower bounds of section 3.5.
+packing and joining pieces is a stage limited by memory bandwidth. No form goes below the least time in which each
+host's network receives what its ranks lack and sends what only they have.
 """
 
 from __future__ import annotations

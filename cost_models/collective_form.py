@@ -16,9 +16,9 @@ from hap.placement import GroupSizes, Placement, Shard
 
 CALL_S = {"nccl": 6.6e-6, "gloo": 50e-6}  # NCCL src/graph/tuning.cc, ring LL base latency; Gloo assumed
 # Gloo posts all sends of an all-to-all at once and the streams collide: measured 1.50, 1.08, 1.05 times the bound for
-# even, 5:5:1:1 and 1:1:5:5 shares (collectives.md 3.6), 1.2 in the geometric mean.
+# even, 5:5:1:1 and 1:1:5:5 shares, 1.2 in the geometric mean.
 GLOO_ALL_TO_ALL_EFFICIENCY = 1 / 1.2
-GLOO_BROADCAST_EFFICIENCY = 0.5  # same table: trees are not pipelined, 567 ms where the busiest link needs 262
+GLOO_BROADCAST_EFFICIENCY = 0.5  # measured likewise: trees are not pipelined, 567 ms where the busiest link needs 262
 COPY_EFFICIENCY = 0.8  # of memory bandwidth, assumed
 
 

@@ -17,7 +17,7 @@ One number for all ranks, as in NCCL: the slowest edge of the ring, the slowest 
 generation; LL128 only where all have the same compute capability, Volta's or later, and NVLink inside hosts. NCCL's hop
 between hosts is that of a fast network; of a stated latency counts what it has above the hop of LL.
 
-Source: NCCL 2.28.3 and 2.30.7, src/graph/tuning.cc (collectives.md 3.2). Left out: caps by channel, whose number the
+Source: NCCL 2.28.3 and 2.30.7, src/graph/tuning.cc. Left out: caps by channel, whose number the
 topology decides, the tree's corrections at middle sizes, LL128's refusal where GPU and network card are far apart,
 NVLS, CollNet and PAT.
 """

@@ -1,7 +1,7 @@
 """``hap advise``: what would make training faster on this cluster, each way planned, beside what is there now.
 
 The ways are those of the literature on communication that a planner can judge (survey: arXiv 2404.06114, sections III
-to VI), in three classes (acco.md 4.1): what one device would compute, too; the same but for rounding; a larger batch,
+to VI), in three classes: what one device would compute, too; the same but for rounding; a larger batch,
 which is other training. What another class would take, compressed further or stale, is not among them but for
 ``hap.Acco``, which no plan predicts. Better hardware is at the end.
 """

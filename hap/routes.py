@@ -12,7 +12,7 @@ that it is told about, as search chose them. The ways built here send the bytes 
 
 An all-gather sends each owner's shard down its tree. A reduce-scatter is the same backwards: partial sums go up the
 tree of whoever will own them. An all-reduce cuts the value into segments with an owner each; every segment goes up its
-owner's tree and, summed, down again, so that both directions of a link are busy (collectives.md 3.5).
+owner's tree and, summed, down again, so that both directions of a link are busy.
 """
 
 from __future__ import annotations

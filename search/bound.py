@@ -15,7 +15,7 @@ sum to 1,
 Every node may have its own shares, so one ratio vector per group, per segment or per node all obey it. The weights that
 make the bound largest are found by an LP (``best_weights``, GLOP); any weights are valid, so nothing rests on the
 solver: ``node_bound`` is evaluated anew in plain arithmetic. With one op class and equal intercepts the best weights
-are proportional to speed, and the bound is ``(A + n B) / sum(speed)`` of feasibility.md section 5.
+are proportional to speed, and the bound is ``(A + n B) / sum(speed)``.
 
 Communication is not in it: ``relaxation`` adds what it can prove, with these weights and lines.
 """

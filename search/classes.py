@@ -3,7 +3,7 @@
 A node's first colour is its operator, literals, output shapes, phase, role as a result, and its strategies with
 their groups renamed in order of appearance; nodes of one colour therefore have strategies that correspond *by index*.
 Each of ``RADIUS`` rounds then refines a colour by the colours of what the node reads and of what reads it
-(Weisfeiler-Lehman; feasibility-details.md section 4). Nodes of one final colour form a ``NodeClass`` and get one common
+(Weisfeiler-Lehman). Nodes of one final colour form a ``NodeClass`` and get one common
 decision: the index of a strategy. Layers need not be matched, and the first and last ones stay free. So do steps in
 time that were unrolled: which of many pieces one of them reads or makes is a serial number, if the pieces are alike.
 

@@ -3,7 +3,7 @@
 Symbols. ``a`` a node class with options ``i`` (strategies); ``v`` a value class, produced by class ``a(v)`` in one of
 the placements ``p`` and read by slots ``k``, each wanting one of the placements ``q``; ``r`` a rank, standing for all
 equal ones. Coefficients are sums over the members of a class, so twelve equal layers cost what one does. Units:
-milliseconds and gigabytes (HiGHS drops coefficients under 1e-9; feasibility-details.md, trap 19).
+milliseconds and gigabytes (HiGHS drops coefficients under 1e-9).
 
     x[a,i] in {0,1}     option i is taken by class a                                       (_decisions)
     f[v,k,p,q] in [0,1] slot k reads in q what was produced in p                           (_transport)
@@ -31,7 +31,7 @@ Memory is asked about only where the choice without it would not fit, and a solv
 least would. With x integral all f and c are fixed by the rows, so only x is declared integer. No conversion makes a
 ``Partial``: such pairs do not exist. The rows up to "together" do not depend on sizes: a ``Skeleton`` is built once and
 priced often. With ``regather`` a parameter is converted once in the forward and once in the backward phase, and has one
-c for each. This is the transportation form of feasibility.md section 5, whose LP relaxation is nearly integral; "a
+c for each. This is the transportation form, whose LP relaxation is nearly integral; "a
 product variable per pair of strategies" and "materialise" are far weaker.
 """
 

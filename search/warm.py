@@ -1,7 +1,7 @@
 """The program of strategies as a linear program, solved again and again from its last optimum.
 
 With barriers and while memory does not bind, sizes change the objective of ``milp`` alone. Its linear relaxation is
-nearly always integral (feasibility.md section 5), and then its optimum is the program's. So it is kept in simplex
+nearly always integral, and then its optimum is the program's. So it is kept in simplex
 solvers (GLOP): the first solution is found from nothing, every later one from the basis of the one whose objective was
 most like it, whatever its scale. The dual simplex does both, without presolve, which would take longer than most
 solutions and hide the basis: half the seconds of primal steps from the last optimum. Before its first step it weighs

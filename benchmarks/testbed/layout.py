@@ -26,8 +26,8 @@ Mode = Literal["deadline", "quota"]
 
 PREFIX = "hapbed-"
 GOODPUT = 1448 / 1514  # payload of a full Ethernet frame (MTU 1500, TCP with time stamps) over what HTB counts
-LATENCY_S = 0.25e-3  # one Gloo ring step, measured on such a bed: collectives.md 5.3
-REACHABLE_BYTES_PER_S = 2e9 / 8  # above this the CPU, not the shaper, may set the pace: collectives.md 5.7
+LATENCY_S = 0.25e-3  # one Gloo ring step, measured on such a bed
+REACHABLE_BYTES_PER_S = 2e9 / 8  # above this the CPU, not the shaper, may set the pace
 
 
 @dataclass(frozen=True)

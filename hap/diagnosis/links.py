@@ -2,7 +2,7 @@
 
 ``D[s, t]`` are the seconds of a message from rank s to rank t. Beside what they should be, a hot row is a slow sender,
 a hot column a slow receiver, a hot cell a slow link between the two. Means are of no use: in a small job the mean of
-every column rises when one row is slow, as each column has a cell of it (collectives.md 1.3). So a row is hot if two of
+every column rises when one row is slow, as each column has a cell of it. So a row is hot if two of
 its cells are and none contradicts: where links are unequal, a message to a slow receiver takes as long as ever, however
 slow its sender has become, so a cell that is not hot contradicts only if it is quicker than those that are.
 """

@@ -9,7 +9,7 @@ rank is doing just now stands in ``rank-0002.state``, a mapped file, which outli
 thread gives a sign of life each second, and writes down what all threads do when the rank has stood still for a minute.
 The forms are in ``hap/run_record.py``.
 
-These are C4D's records (arXiv 2406.04594: communicator, operation; collectives.md 1.2), and for its third layer, the
+These are C4D's records (arXiv 2406.04594: communicator, operation), and for its third layer, the
 transport, links are probed (``hap.runtime.probe``), as what moves inside of a backend's collective is not to be seen
 from here. On a GPU the stamps are the streams' (``hap.runtime.marks``) and the state is the host's, which runs ahead.
 """

@@ -4,7 +4,8 @@
         hap_plan.check(model, "cluster.yaml", example_inputs=batch, max_step_regression=0.02)
 
 The golden plan stands beside the test, in ``plans/<test>.plan.json``. ``pytest --hap-update`` writes it; review its
-diff as you would review code. A failure shows the words of ``hap diff``.
+diff as you would review code. A failure shows the words of ``hap diff``. Tests of one folder need names of their own:
+one that asks for the golden plan of another fails (where both run in one process, as without ``pytest-xdist``).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from hap.plan import Plan
     from hap.reduce_dtype import ReduceDtype
 
+ASKED = pytest.StashKey[dict[Path, str]]()  # golden plans that a session's tests asked for, and the first that did
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("hap").addoption(
@@ -36,11 +39,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @dataclass
 class HapPlan:
-    """What the ``hap_plan`` fixture gives. ``folder`` holds the golden plans, ``test`` names them."""
+    """What the ``hap_plan`` fixture gives. ``folder`` holds the golden plans, ``test`` names them. ``node`` is the
+    test's id, ``asked`` the session's golden plans with the ids of their tests."""
 
     folder: Path
     test: str
     update: bool
+    node: str = ""
+    asked: dict[Path, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 
     def check(
@@ -102,11 +108,18 @@ class HapPlan:
         stem = f"{self.test}-{name}" if name else self.test
         assert stem not in self.names, f"{stem} is checked twice in one test; give the second check a name"
         self.names.append(stem)
-        return self.folder / f"{stem}.plan.json"
+        path = self.folder / f"{stem}.plan.json"
+        first = self.asked.setdefault(path, self.node)
+        if first != self.node:
+            said = f"{path} is the golden plan of {first}; rename {self.node}, or give its check a name of its own"
+            pytest.fail(said, pytrace=False)
+        return path
 
 
 @pytest.fixture
 def hap_plan(request: pytest.FixtureRequest) -> HapPlan:
     """Golden plans of this test; see ``hap.testing``."""
     stem = re.sub(r"[^A-Za-z0-9_.=-]+", "-", request.node.name).strip("-")
-    return HapPlan(request.path.parent / "plans", stem, bool(request.config.getoption("--hap-update")))
+    asked = request.config.stash.setdefault(ASKED, {})
+    update = bool(request.config.getoption("--hap-update"))
+    return HapPlan(request.path.parent / "plans", stem, update, request.node.nodeid, asked)

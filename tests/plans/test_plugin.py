@@ -16,6 +16,7 @@ from hap.plan import Plan
 from hap.testing import HapPlan
 from tests.test_language import small_plan
 
+pytest_plugins = ["pytester"]
 CLUSTER = Path(__file__).with_name("unequal.yaml")
 MODEL = """
 import torch
@@ -61,6 +62,68 @@ def test_two_checks_in_one_test_need_names(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["tiny-again.plan.json", "tiny.plan.json"]
     with pytest.raises(AssertionError, match="give the second check a name"):
         check(fixture)
+
+
+SHARED = {
+    "test_a": """
+        import pytest
+
+        @pytest.mark.parametrize("case", ["x y", "x/y", "z"])
+        def test_it(hap_plan, case):
+            hap_plan.check(None, "c.yaml", None)
+    """,
+    "test_b": """
+        class TestOne:
+            def test_them(self, hap_plan):
+                hap_plan.check(None, "c.yaml", None)
+
+        class TestTwo:
+            def test_them(self, hap_plan):
+                hap_plan.check(None, "c.yaml", None)
+
+            def test_it(self, hap_plan):
+                hap_plan.check(None, "c.yaml", None, name="z")
+    """,
+    "test_c": """
+        def test_them(hap_plan):
+            hap_plan.check(None, "c.yaml", None)
+
+        def test_it(hap_plan):
+            hap_plan.check(None, "c.yaml", None, name="own")
+    """,
+    "elsewhere/test_d": """
+        def test_them(hap_plan):
+            hap_plan.check(None, "c.yaml", None)
+    """,
+}
+
+
+def test_two_tests_that_ask_for_one_golden_plan_are_told(pytester: pytest.Pytester) -> None:
+    """Names alike in two files or two classes, parameters that a file's name cannot tell apart, a check's name that
+    makes a parameter of it. No test comes so far as to plan."""
+    pytester.makepyfile(**SHARED)
+    said = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-q").stdout.str().splitlines()
+    plans = f"{pytester.path}/plans"
+    assert [line.removeprefix(f"{plans}/") for line in said if "is the golden plan of" in line] == [
+        f"{file}.plan.json is the golden plan of {first}; rename {second}, or give its check a name of its own"
+        for file, first, second in (
+            ("test_it-x-y", "test_a.py::test_it[x y]", "test_a.py::test_it[x/y]"),
+            ("test_them", "test_b.py::TestOne::test_them", "test_b.py::TestTwo::test_them"),
+            ("test_it-z", "test_a.py::test_it[z]", "test_b.py::TestTwo::test_it"),
+            ("test_them", "test_b.py::TestOne::test_them", "test_c.py::test_them"),
+        )
+    ]
+    missing = [line.removeprefix("there is no golden plan ") for line in said if line.startswith("there is no")]
+    assert sorted(line.partition(";")[0].removeprefix(f"{pytester.path}/") for line in missing) == [
+        "elsewhere/plans/test_them.plan.json",
+        *(f"plans/{name}.plan.json" for name in ("test_it-own", "test_it-x-y", "test_it-z", "test_them")),
+    ]
+
+
+def test_a_test_that_is_run_again_asks_for_its_own_plan_again(tmp_path: Path) -> None:
+    asked: dict[Path, str] = {}
+    for update in (True, False):
+        check(HapPlan(tmp_path, "tiny", update, "test_it.py::test_it", asked))
 
 
 @pytest.mark.long

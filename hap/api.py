@@ -161,13 +161,13 @@ def compile(
     loss_fn: LossFn | None = None,
     outputs: Sequence[str] = (),
     plan: Plan | MeshPlan | str | os.PathLike[str] | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     pins: Pins | None = None,
     effort: Effort = "normal",
     budget_s: float | None = None,
     device: torch.device | str | None = None,
     profile: ProfileLike | None = None,
-    gradient_accumulation_steps: int = 1,
+    gradient_accumulation_steps: int | None = None,
     reduce_dtype: ReduceDtype = None,
     passes_off: Sequence[str] = (),
 ) -> HapProgram:
@@ -179,7 +179,9 @@ def compile(
     start from rank 0's values of ``model``; a model on ``meta`` needs ``load_state_dict`` before the first step.
     ``device`` defaults to this rank's GPU under NCCL, else the CPU, where a cluster of ``backend: nccl`` runs only if
     that is named here. ``passes_off`` names passes (``hap.codegen.passes.runner``) to leave out, ``("bucket",
-    "overlap")`` for one. With ``plan`` gradients are exchanged as it says, and a ``reduce_dtype`` must be its own.
+    "overlap")`` for one. With ``plan`` gradients are exchanged as it says, and a ``reduce_dtype``, an ``optimizer`` and
+    ``gradient_accumulation_steps`` must be its own where they are given; what is planned without them is for ``adamw``
+    and steps of one batch.
     The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
     """
     if cluster is None and plan is None:
@@ -208,11 +210,13 @@ def compile(
         if plan is not None:
             return (plan if isinstance(plan, (Plan, MeshPlan)) else load_plan(plan)).to_json()
         assert spec is not None
-        batches = gradient_accumulation_steps
-        return _decide(graph, spec, optimizer, pins, effort, budget_s, batches=batches).to_json()
+        state_of = "adamw" if optimizer is None else optimizer
+        batches = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
+        return _decide(graph, spec, state_of, pins, effort, budget_s, batches=batches).to_json()
 
     decided = parse_plan(comm.from_rank_zero(together(comm, decide)), "the plan of rank 0")
     agree(comm, "the plan", decided.checksum)
+    together(comm, lambda: _check_given(decided, optimizer, gradient_accumulation_steps))
     graph = as_planned(graph, decided.provenance)
     if isinstance(decided, MeshPlan):
         check_mesh_plan(decided, graph, spec, comm.world_size)
@@ -363,6 +367,17 @@ def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_siz
         made_for.check_cluster(cluster.name, cluster.fingerprint)
     if made_for.world_size != world_size:
         raise PlanError(f"the plan is for {made_for.world_size} ranks, this job has {world_size}")
+
+
+def _check_given(plan: Plan | MeshPlan, optimizer: str | None, batches: int | None) -> None:
+    """PlanError for an optimizer or a number of batches that is given and not the plan's."""
+    made, count = plan.provenance.optimizer, plan.gradient_accumulation_steps
+    if optimizer not in (None, made):
+        raise PlanError(f"the plan is for {made}, and optimizer is {optimizer}; plan again, or leave that out")
+    if batches not in (None, count):
+        raise PlanError(
+            f"the plan's gradient_accumulation_steps are {count}, not {batches}; plan again, or leave them out"
+        )
 
 
 def _recorded(program: HapProgram) -> HapProgram:

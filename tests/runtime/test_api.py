@@ -89,6 +89,7 @@ def refusals(rank: int) -> dict[str, str]:
         "GPUs on CPUs": (bigram(), gpus, {}),
         "GPUs on CPUs, asked for": (bigram(), gpus, {"device": "cpu"}),
         "rank 0's file": (bigram(), None, {"plan": file}),
+        "one rank's optimizer": (bigram(), None, {"plan": plan, "optimizer": "sgd" if rank == 1 else None}),
         "rank 0's pins": (bigram(), lab(), {"pins": pins}),
         "one rank's bug": (bigram(), lab(), {"loss_fn": broken_on_rank_one}),
     }
@@ -125,6 +126,7 @@ EXPECTED = {
     "GPUs on CPUs": "ClusterError: the cluster's backend is nccl, and this job's process group is of cpu:gloo",
     "GPUs on CPUs, asked for": "accepted",
     "rank 0's file": "PlanError: no/such.plan: cannot read plan",
+    "one rank's optimizer": "PlanError: the plan is for adamw, and optimizer is sgd; plan again, or leave that out",
     "rank 0's pins": "PlanError: pin 'no.such' matches no parameter and no input",
     "one rank's bug": "CaptureError: ",
 }
@@ -204,6 +206,29 @@ def test_a_plan_file_serves_another_compile_and_names_what_it_is_not_for(tmp_pat
     three = replicated_plan(gpt2.graph(), world_size=3)
     with pytest.raises(hap.PlanError, match="the plan is for 3 ranks, this job has 1"):
         hap.compile(gpt2.build(), plan=three, **arguments())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "accepted"),
+        ({"optimizer": "sgd+momentum", "gradient_accumulation_steps": 2}, "accepted"),
+        ({"optimizer": "adamw"}, "the plan is for sgd+momentum, and optimizer is adamw; plan again, or leave that out"),
+        (
+            {"gradient_accumulation_steps": 1},
+            "the plan's gradient_accumulation_steps are 2, not 1; plan again, or leave them out",
+        ),
+    ],
+)
+def test_what_is_said_beside_a_plan_must_be_the_plans(given: dict[str, Any], said: str) -> None:
+    cluster = ClusterSpec.from_yaml(ONE)
+    plan = hap.plan(bigram(), cluster, **arguments(optimizer="sgd+momentum", gradient_accumulation_steps=2))
+    assert refusal(lambda: hap.compile(bigram(), plan=plan, **arguments(**given))).removeprefix("PlanError: ") == said
+
+
+def test_what_is_planned_without_them_is_for_adamw_and_steps_of_one_batch() -> None:
+    plan = hap.compile(bigram(), ClusterSpec.from_yaml(ONE), **arguments()).plan
+    assert (plan.provenance.optimizer, plan.gradient_accumulation_steps) == ("adamw", 1)
 
 
 def test_without_cluster_and_plan_there_is_nothing_to_compile_for() -> None:

@@ -90,10 +90,11 @@ def _as_built(result: Any, reference: str) -> BuiltModel:
     return BuiltModel(**result)
 
 
-def build_hugging_face(source: str, batch: int, sequence: int | None = None) -> BuiltModel:
+def build_hugging_face(source: str, batch: int | None = None, sequence: int | None = None) -> BuiltModel:
     """A causal language model with its own loss; ``source`` is a config file, a model type (``gpt2``) or a hub name.
 
-    ``batch`` x ``sequence`` token ids are the example inputs; the sequence defaults to 512 or the model's own limit.
+    ``batch`` x ``sequence`` token ids are the example inputs; the batch defaults to 8, the sequence to 512 or the
+    model's own limit.
     The model is in training mode with its config's dropout, as it would be trained.
     """
     try:
@@ -111,7 +112,7 @@ def build_hugging_face(source: str, batch: int, sequence: int | None = None) -> 
     except ValueError as e:
         raise HapError(f"{source} is not a causal language model ({str(e).splitlines()[0]})") from None
     model.loss_type = "ForCausalLM"  # some class names hide it from transformers, which then warns and assumes it
-    ids = torch.zeros(batch, sequence or min(512, limit), dtype=torch.int64)
+    ids = torch.zeros(batch or 8, sequence or min(512, limit), dtype=torch.int64)
     return BuiltModel(model, {"input_ids": ids, "labels": ids})
 
 

@@ -132,11 +132,9 @@ class ClusterSpec(Frozen):
     @classmethod
     def from_yaml(cls, text: str, origin: str = "cluster") -> ClusterSpec:
         try:
-            body = yaml.load(text, Loader=_StrictLoader)
-        except (yaml.YAMLError, RecursionError, ValueError) as e:
-            mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None) or "cannot be parsed"
-            line = f", line {mark.line + 1}" if mark else ""
-            raise ClusterError(f"{origin}: not YAML{line}: {problem}") from None
+            body = read_yaml(text)
+        except ValueError as e:
+            raise ClusterError(f"{origin}: {e}") from None
         if not isinstance(body, dict):
             raise ClusterError(f"{origin}: not a cluster description (expected keys such as hosts: and backend:)")
         try:
@@ -314,6 +312,16 @@ def _numbers_of(device: Device) -> tuple[Any, ...]:
 
 def _numbers(duplex: Duplex | None) -> tuple[float, float, float] | None:
     return None if duplex is None else (duplex.up_bytes_per_s, duplex.down_bytes_per_s, duplex.latency_s)
+
+
+def read_yaml(text: str) -> Any:
+    """What a YAML file says. ValueError, one line, where it is none or gives a key twice."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as e:
+        mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None) or "cannot be parsed"
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"not YAML{line}: {problem}") from None
 
 
 class _StrictLoader(yaml.SafeLoader):

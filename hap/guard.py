@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-import yaml
 
 from hap.axes import Mesh, plan_axes
+from hap.cluster import read_yaml
 from hap.errors import HapError
 from hap.mesh_plan import MeshPlan, load_plan
 from hap.plan import Plan
@@ -122,13 +122,14 @@ def _capacity(plan: Plan | MeshPlan, rank: int) -> int | None:
 
 
 class Entry(pydantic.BaseModel):
-    """One plan of a ``check.yaml``. Paths are relative to the folder that the file stands in."""
+    """One plan of a ``check.yaml``. Paths are relative to the folder that the file stands in; ``batch`` and ``seq`` go
+    with ``hf``."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
 
     model: str | None = None
     hf: str | None = None
-    batch: int = pydantic.Field(default=8, ge=1)
+    batch: int | None = pydantic.Field(default=None, ge=1)
     seq: int | None = pydantic.Field(default=None, ge=1)
     cluster: str
     optimizer: str = "adamw"
@@ -152,8 +153,8 @@ def check_folder(folder: Path, *, update: bool) -> list[Result]:
 
 def _entries(path: Path) -> dict[str, Entry]:
     try:
-        body = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        body = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
         raise HapError(f"{path}: cannot read ({' '.join(str(e).split())})") from None
     if not isinstance(body, dict) or not body:
         raise HapError(f"{path}: expected X.plan.json: {{model: ..., cluster: ...}}")
@@ -168,6 +169,8 @@ def _entries(path: Path) -> dict[str, Entry]:
             raise HapError(f"{path}: {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
         if (found[str(name)].model is None) == (found[str(name)].hf is None):
             raise HapError(f"{path}: {name}: name one of model and hf")
+        if found[str(name)].hf is None and (found[str(name)].batch, found[str(name)].seq) != (None, None):
+            raise HapError(f"{path}: {name}: batch and seq go with hf; a model comes with its own example inputs")
     return found
 
 

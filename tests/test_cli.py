@@ -378,6 +378,35 @@ def test_exactly_one_model(arguments: list[str], capsys: pytest.CaptureFixture[s
     assert (code, err) == (2, "error: name one model: either FILE.py:FUNCTION or --hf NAME\n")
 
 
+@pytest.mark.parametrize("size", ["--batch", "--seq"])
+@pytest.mark.parametrize("command", [name for name, options in SURFACE.items() if "--hf" in options])
+def test_sizes_are_for_models_of_hugging_face(
+    command: str, size: str, script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A function's example inputs are its own, so they would say nothing there, nor where no model is named."""
+    refused = "error: --batch and --seq go with --hf; FILE.py:FUNCTION returns its own example inputs\n"
+    (tmp_path / "c.yaml").write_text(ONE)
+    plan = f"{tmp_path}/x.plan.json"
+    if "--node" in SURFACE[command] or command in ("program", "simulate"):
+        assert invoke(capsys, "plan", f"{script}:build", "-c", f"{tmp_path}/c.yaml", "-o", plan)[0] == 0
+    given = {"explain": [plan, "--node", "0.weight"], "program": [plan], "simulate": [plan]}.get(command, [])
+    cluster = ["-c", f"{tmp_path}/c.yaml"] if "-c" in SURFACE[command] else []
+    assert invoke(capsys, *command.split(), *given, f"{script}:build", *cluster, size, "4") == (2, "", refused)
+    if command in ("profile", "rules check", "rules discover"):  # which take a model of HAP's own without one
+        assert invoke(capsys, *command.split(), *cluster, size, "4") == (2, "", refused)
+
+
+def test_a_model_of_hugging_face_has_a_batch_of_8_unless_told_otherwise() -> None:
+    assert build_hugging_face("gpt2").example_inputs["input_ids"].shape == (8, 512)
+
+
+@pytest.mark.parametrize("given", [["x.py:build"], ["--hf", "gpt2"], ["--batch", "4"], ["--seq", "4"]])
+def test_a_plan_is_explained_without_its_model(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = invoke(capsys, "explain", "x.plan.json", *given)
+    said = "FILE.py:FUNCTION, --hf, --batch and --seq go with --node; a plan says the rest without its model"
+    assert (code, out, err) == (2, "", f"error: {said}\n")
+
+
 class TestBuild:
     def test_a_pair_or_a_dict(self, script: Path) -> None:
         assert isinstance(build_from(f"{script}:pair").model, torch.nn.Linear)

@@ -15,7 +15,7 @@ def advise(
     cluster: ClusterOption,
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     optimizer: Optimizer = "adamw",
     effort: Annotated[

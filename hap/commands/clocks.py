@@ -27,7 +27,7 @@ SHOWN = 8  # entries of the critical path
 def profile(
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", "-c", metavar="CLUSTER.yaml", help="Without it, it is discovered.")
@@ -57,6 +57,7 @@ def profile(
     So all ranks start on this machine. For several hosts, start it as you start training: torchrun ... -m hap profile
     --cluster cluster.yaml. Under torchrun without --cluster, a description of what is there is written, too.
     """
+    shared.check_sizes(hf, batch, seq)
     if testbed or "RANK" not in os.environ:
         if cluster is None:
             raise HapError("hap profile needs --cluster, or a job under torchrun whose cluster it can discover")
@@ -80,7 +81,7 @@ def _launch(spec: ClusterSpec) -> int:
 def _on_ranks(
     model: str | None,
     hf: str | None,
-    batch: int,
+    batch: int | None,
     seq: int | None,
     cluster: str | None,
     out: Path,
@@ -121,7 +122,7 @@ def _on_ranks(
 def measure_on(
     comm: Communicator,
     spec: ClusterSpec,
-    named: tuple[str | None, str | None, int, int | None],
+    named: tuple[str | None, str | None, int | None, int | None],
     optimizer: str,
     slowdown: float | None,
     said: list[str],
@@ -144,7 +145,7 @@ def measure_on(
 
 
 def _on_testbed(
-    spec: ClusterSpec, model: str | None, hf: str | None, batch: int, seq: int | None, optimizer: str
+    spec: ClusterSpec, model: str | None, hf: str | None, batch: int | None, seq: int | None, optimizer: str
 ) -> Profile:
     sys.path.append(os.getcwd())  # the hap command, unlike python -m hap, does not look where it is run
     try:
@@ -162,7 +163,9 @@ def _on_testbed(
     return Profile.model_validate_json(found[0])
 
 
-def _bed_rank(rank: int, text: str, named: tuple[str | None, str | None, int, int | None], optimizer: str) -> str:
+def _bed_rank(
+    rank: int, text: str, named: tuple[str | None, str | None, int | None, int | None], optimizer: str
+) -> str:
     import torch
     import torch.distributed as dist
 
@@ -222,7 +225,7 @@ def simulate(
     cluster: ClusterOption,
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="X.json", help="Measured speeds, by hap profile.")

@@ -25,7 +25,7 @@ def plan(
     cluster: ClusterOption,
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     optimizer: Optimizer = "adamw",
     effort: Annotated[
@@ -165,7 +165,7 @@ def program(
     plan: PlanArgument,
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     host: Annotated[
         str | None, typer.Option(help="Of a plan of two axes: whose ranks' program; by default the first host's.")

@@ -9,6 +9,7 @@ import typer
 
 from hap.commands import shared
 from hap.commands.shared import Batch, HuggingFace, Json, ModelArgument, PlanArgument, SequenceLength
+from hap.errors import HapError
 
 if TYPE_CHECKING:
     from hap.build import BuiltModel
@@ -19,7 +20,7 @@ def explain(
     plan: PlanArgument,
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     node: Annotated[
         str | None, typer.Option(metavar="NAME", help="Why this node or parameter lies so; needs the plan's model.")
@@ -43,6 +44,10 @@ def explain(
     from hap.report.facts import Facts
     from hap.report.mesh import mesh_to_json, summarize_mesh
 
+    if node is None and (model, hf, batch, seq) != (None, None, None, None):
+        raise HapError(
+            "FILE.py:FUNCTION, --hf, --batch and --seq go with --node; a plan says the rest without its model"
+        )
     either = load_plan(plan)
     if isinstance(either, MeshPlan):
         if node is not None:

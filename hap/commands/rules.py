@@ -33,7 +33,7 @@ def rules() -> None:
 def check(
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     op: Annotated[str | None, typer.Option("--op", metavar="NAME", help="This operator only.")] = None,
     as_json: Json = False,
@@ -64,7 +64,7 @@ def check(
 def discover(
     model: ModelArgument = None,
     hf: HuggingFace = None,
-    batch: Batch = 8,
+    batch: Batch = None,
     seq: SequenceLength = None,
     op: Annotated[str | None, typer.Option("--op", metavar="NAME", help="This operator, known or not.")] = None,
     as_json: Json = False,
@@ -97,13 +97,14 @@ def discover(
         print("every operator has a rule")
 
 
-def _calls(model: str | None, hf: str | None, batch: int, seq: int | None) -> tuple[Call, ...]:
+def _calls(model: str | None, hf: str | None, batch: int | None, seq: int | None) -> tuple[Call, ...]:
     """Of the model that is named, or else of HAP's zoo."""
     from hap.capture import capture
     from hap.rules.check import graph_calls
     from hap.rules.instances import load_calls
 
     if model is None and hf is None:
+        shared.check_sizes(hf, batch, seq)
         return load_calls()
     built = shared.build(model, hf, batch, seq)
     graph = capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)

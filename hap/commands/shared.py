@@ -25,7 +25,7 @@ PlanArgument = Annotated[Path, typer.Argument(metavar="X.plan.json", help="A pla
 HuggingFace = Annotated[
     str | None, typer.Option("--hf", metavar="NAME|CONFIG.json", help="A Hugging Face causal language model instead.")
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Global batch size, with --hf.")]
+Batch = Annotated[int | None, typer.Option("--batch", min=1, help="Global batch size, with --hf; by default 8.")]
 SequenceLength = Annotated[int | None, typer.Option("--seq", min=1, help="Sequence length, with --hf.")]
 ClusterOption = Annotated[str, typer.Option("--cluster", "-c", metavar="CLUSTER.yaml", help="The devices and links.")]
 Optimizer = Annotated[
@@ -35,12 +35,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PythonOut = Annotated[Path | None, typer.Option("--out", "-o", metavar="X.py", help="Write here, not to stdout.")]
 
 
-def build(model: str | None, hf: str | None, batch: int, seq: int | None) -> BuiltModel:
-    """The one model that the arguments name. HapError if they name none or two."""
+def check_sizes(hf: str | None, batch: int | None, seq: int | None) -> None:
+    """HapError for sizes that no model is built with."""
+    if hf is None and (batch, seq) != (None, None):
+        raise HapError("--batch and --seq go with --hf; FILE.py:FUNCTION returns its own example inputs")
+
+
+def build(model: str | None, hf: str | None, batch: int | None, seq: int | None) -> BuiltModel:
+    """The one model that the arguments name. HapError if they name none or two, or sizes that it is not built with."""
     from hap.build import build_from, build_hugging_face
 
     if (model is None) == (hf is None):
         raise HapError("name one model: either FILE.py:FUNCTION or --hf NAME")
+    check_sizes(hf, batch, seq)
     return build_from(model) if model is not None else build_hugging_face(str(hf), batch, seq)
 
 

@@ -244,7 +244,17 @@ def test_the_fixture_guards_plans_of_two_axes(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("[]", "expected X.plan.json"),
-        ("{", "cannot read"),
+        ("{", r"cannot read \(not YAML, line 1: "),
+        ("x.plan.json: {}\nx.plan.json: {}", r"cannot read \(not YAML, line 2: key 'x\.plan\.json' is given twice\)$"),
+        (
+            "x.plan.json: {model: 'm.py:f', cluster: c, effort: quick, effort: normal}",
+            r"cannot read \(not YAML, line 1: key 'effort' is given twice\)$",
+        ),
+        (
+            "x.plan.json: {model: 'm.py:f', cluster: c, batch: 8}",
+            "x.plan.json: batch and seq go with hf; a model comes",
+        ),
+        ("x.plan.json: {model: 'm.py:f', cluster: c, seq: 8}", "x.plan.json: batch and seq go with hf; a model comes"),
         ("x.json: {cluster: c}", "no name such as gpt2.plan.json"),
         ("x.plan.json: {cluster: c, speed: 1}", "speed: Extra inputs"),
         ("x.plan.json: {model: 'm.py:f', cluster: c, mesh: rings}", "mesh: Input should be 'flat', 'hosts' or 'best'"),

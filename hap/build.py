@@ -11,9 +11,10 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
-import os
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -35,27 +36,69 @@ class BuiltModel:
 
 
 def build_from(reference: str) -> BuiltModel:
-    """Call the user's build function. HapError if it cannot be found or returns something else; its own errors pass."""
+    """Call the user's build function, with ``beside(reference)`` meanwhile.
+
+    HapError if it cannot be found, returns something else, or a module that it imports is not there; its own errors
+    pass."""
     where, colon, name = reference.rpartition(":")
     if not colon or not where or not name:
         raise HapError(f"{reference!r}: expected FILE.py:FUNCTION or package.module:FUNCTION")
-    function = getattr(_import(where), name, None)
-    if not callable(function):
-        raise HapError(f"{where} has no function {name!r}")
-    return _as_built(function(), reference)
+    try:
+        with beside(reference):
+            function = getattr(_import(where), name, None)
+            if not callable(function):
+                raise HapError(f"{where} has no function {name!r}")
+            return _as_built(function(), reference)
+    except ModuleNotFoundError as e:
+        frames = traceback.extract_tb(e.__traceback__)
+        at = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen importlib"))
+        raise HapError(f"{reference} cannot be built: {e} ({at.filename}:{at.lineno})") from e
+
+
+@contextmanager
+def beside(reference: str) -> Iterator[None]:
+    """Modules that lie beside the user's file can be imported while the body runs, as where Python is started with that
+    file. A model may import some when it is first called, so whoever captures it has that in the body, too."""
+    folder = folder_of(reference)
+    _forget_namesakes(folder)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        if str(folder) in sys.path:  # the user's own code may have taken it away
+            sys.path.remove(str(folder))
+
+
+def folder_of(reference: str) -> Path:
+    """Where Python looks first when it is started with ``FILE.py`` of ``FILE.py:FUNCTION``; of
+    ``package.module:FUNCTION`` the working directory."""
+    where = reference.rpartition(":")[0]
+    return Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """What was imported beside an earlier file, and would now be taken for what has its name in this folder. Its own
+    folder is no longer on the path, as that of what is installed is."""
+    on_path = {Path(entry).resolve() for entry in sys.path}
+    for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
+        package = file.name == "__init__.py" and file.parent != folder
+        name = file.parent.name if package else file.stem
+        known = getattr(sys.modules.get(name), "__file__", None)
+        if known is None or name in ("hap", "__main__") or Path(known).resolve() == file.resolve():
+            continue
+        if Path(known).parents[Path(known).name == "__init__.py"].resolve() not in on_path:
+            for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                del sys.modules[module]
 
 
 def _import(where: str) -> ModuleType:
     if not where.endswith(".py"):
-        sys.path.insert(0, os.getcwd())
         try:
             return importlib.import_module(where)
         except ModuleNotFoundError as e:
             if e.name is None or not f"{where}.".startswith(f"{e.name}."):
                 raise  # the user's module was found and misses one of its own imports
             raise HapError(f"no module named {where!r} (a file needs its .py)") from None
-        finally:
-            sys.path.remove(os.getcwd())
     path = Path(where)
     if not path.is_file():
         raise HapError(f"{where}: no such file")

@@ -44,11 +44,14 @@ app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point. Exits with 0, 1 where ``check`` finds a worse plan, 2 for a refusal, or whatever a launched
     program returned."""
+    path = list(sys.path)
     try:
         app(args=arguments, prog_name="hap")
     except HapError as e:
         print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
         raise SystemExit(2) from None
+    finally:
+        sys.path[:] = path  # commands put there where the user's file is
 
 
 def _print_version(wanted: bool) -> None:

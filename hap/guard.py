@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 
@@ -23,6 +23,9 @@ from hap.report.diff import diff
 from hap.report.facts import Facts
 from hap.report.words import counted, listed, quantity, seconds
 from hap.starting import in_words, left_out
+
+if TYPE_CHECKING:
+    from hap.build import BuiltModel
 
 SAME = "the same plan"  # what diff says of equal plans
 SLACK = 1e-9  # relative: the last bits of sums
@@ -175,29 +178,9 @@ def _entries(path: Path) -> dict[str, Entry]:
 
 
 def _check(folder: Path, name: str, entry: Entry, update: bool) -> Result:
-    from hap.build import build_from, build_hugging_face
-
     golden_path = folder / name
     golden = None if update else load_plan(golden_path) if golden_path.exists() else None
-    if entry.model is not None:
-        where, _, function = entry.model.rpartition(":")
-        built = build_from(f"{folder / where}:{function}" if where.endswith(".py") else entry.model)
-    else:
-        local = folder / str(entry.hf)
-        built = build_hugging_face(str(local if local.is_file() else entry.hf), entry.batch, entry.seq)
-    found = plan_axes(
-        entry.mesh,
-        built.model,
-        folder / entry.cluster,
-        example_inputs=built.example_inputs,
-        example_targets=built.example_targets,
-        loss_fn=built.loss_fn,
-        optimizer=entry.optimizer,
-        effort=entry.effort,
-        leave_out=entry.leave_out,
-        gradient_accumulation_steps=entry.gradient_accumulation_steps,
-        reduce_dtype=entry.reduce_dtype,
-    )
+    found = _plan(folder, entry)
     if update:
         found.save(golden_path)
         return Result(name, (), "", written=True)
@@ -209,4 +192,34 @@ def _check(folder: Path, name: str, entry: Entry, update: bool) -> Result:
         found,
         max_step_regression=entry.max_step_regression,
         max_memory_regression=entry.max_memory_regression,
+    )
+
+
+def _plan(folder: Path, entry: Entry) -> Plan | MeshPlan:
+    """Today's plan of an entry."""
+    from hap.build import beside, build_from, build_hugging_face
+
+    if entry.model is None:
+        local = folder / str(entry.hf)
+        source = str(local if local.is_file() else entry.hf)
+        return _plan_built(folder, entry, build_hugging_face(source, entry.batch, entry.seq))
+    where, _, function = entry.model.rpartition(":")
+    reference = f"{folder / where}:{function}" if where.endswith(".py") else entry.model
+    with beside(reference):
+        return _plan_built(folder, entry, build_from(reference))
+
+
+def _plan_built(folder: Path, entry: Entry, built: BuiltModel) -> Plan | MeshPlan:
+    return plan_axes(
+        entry.mesh,
+        built.model,
+        folder / entry.cluster,
+        example_inputs=built.example_inputs,
+        example_targets=built.example_targets,
+        loss_fn=built.loss_fn,
+        optimizer=entry.optimizer,
+        effort=entry.effort,
+        leave_out=entry.leave_out,
+        gradient_accumulation_steps=entry.gradient_accumulation_steps,
+        reduce_dtype=entry.reduce_dtype,
     )

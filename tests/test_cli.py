@@ -1,4 +1,4 @@
-"""The ``hap`` command: its surface, its refusals, and how it finds a user's model."""
+"""The ``hap`` command: its surface and its refusals."""
 
 import json
 import os
@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer.main
 
 from hap import cli
-from hap.build import build_from, build_hugging_face
 from hap.cluster import ClusterSpec
 from hap.commands.launching import KEEPS_MEMORY, environment
-from hap.errors import HapError
 from hap.mesh_plan import parse_plan
 from hap.plan import Plan
 
@@ -103,18 +100,6 @@ import torch
 def build():
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     return {"model": model, "example_inputs": (torch.zeros(8, 6),), "loss_fn": lambda out: out.square().mean()}
-
-def pair():
-    return torch.nn.Linear(2, 1), (torch.zeros(3, 2),)
-
-def nothing():
-    return None
-
-def typo():
-    return {"model": torch.nn.Linear(2, 1), "example_inputs": (), "loss": None}
-
-def no_module():
-    return "gpt2", ()
 """
 
 
@@ -396,89 +381,11 @@ def test_sizes_are_for_models_of_hugging_face(
         assert invoke(capsys, *command.split(), *cluster, size, "4") == (2, "", refused)
 
 
-def test_a_model_of_hugging_face_has_a_batch_of_8_unless_told_otherwise() -> None:
-    assert build_hugging_face("gpt2").example_inputs["input_ids"].shape == (8, 512)
-
-
 @pytest.mark.parametrize("given", [["x.py:build"], ["--hf", "gpt2"], ["--batch", "4"], ["--seq", "4"]])
 def test_a_plan_is_explained_without_its_model(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = invoke(capsys, "explain", "x.plan.json", *given)
     said = "FILE.py:FUNCTION, --hf, --batch and --seq go with --node; a plan says the rest without its model"
     assert (code, out, err) == (2, "", f"error: {said}\n")
-
-
-class TestBuild:
-    def test_a_pair_or_a_dict(self, script: Path) -> None:
-        assert isinstance(build_from(f"{script}:pair").model, torch.nn.Linear)
-        built = build_from(f"{script}:build")
-        assert built.loss_fn is not None and built.example_targets is None
-
-    def test_a_file_that_changed_within_a_second_is_read_again(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Python's cache of bytecode, where it is on, knows a file by its size and the second of its last change."""
-        monkeypatch.setattr(sys, "dont_write_bytecode", False)
-        file = tmp_path / "changing_model.py"
-        for width in (24, 48):
-            file.write_text(
-                f"import torch\n\n\ndef build():\n    return torch.nn.Linear(6, {width}), (torch.ones(1, 6),)\n"
-            )
-            os.utime(file, (1_700_000_000, 1_700_000_000))
-            model = build_from(f"{file}:build").model
-            assert isinstance(model, torch.nn.Linear) and model.out_features == width
-        assert [found.name for found in tmp_path.iterdir()] == ["changing_model.py"]
-
-    def test_a_module_on_the_path(self, script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(script.parent)
-        assert isinstance(build_from("tiny_model:pair").model, torch.nn.Linear)
-
-    @pytest.mark.parametrize(
-        ("name", "message"),
-        [
-            ("absent", "has no function 'absent'"),
-            ("nothing", "must return (model, example_inputs) or a dict"),
-            ("typo", "unknown keys loss; known: model, example_inputs, example_targets, loss_fn"),
-            ("no_module", "the model is a str, not a torch.nn.Module"),
-        ],
-    )
-    def test_refusals(self, script: Path, name: str, message: str) -> None:
-        with pytest.raises(HapError) as refusal:
-            build_from(f"{script}:{name}")
-        assert message in str(refusal.value)
-
-    @pytest.mark.parametrize("reference", ["x.py", ":build", "no_such.py:build", "no_such_module:build"])
-    def test_no_such_place(self, reference: str) -> None:
-        with pytest.raises(HapError):
-            build_from(reference)
-
-
-class TestHuggingFace:
-    def test_a_type_is_built_without_weights_ready_to_train(self) -> None:
-        built = build_hugging_face("gpt2", batch=4, sequence=16)
-        assert all(p.is_meta for p in built.model.parameters())
-        assert sum(p.numel() for p in built.model.parameters()) == 124_439_808
-        assert built.model.training
-        assert {k: tuple(v.shape) for k, v in built.example_inputs.items()} == {"input_ids": (4, 16), "labels": (4, 16)}
-
-    def test_a_config_file(self, tmp_path: Path) -> None:
-        config = tmp_path / "config.json"
-        config.write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11}')
-        assert build_hugging_face(str(config), batch=1).model.config.n_layer == 1
-
-    @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "no_such"}'])
-    def test_a_config_file_that_is_none(self, tmp_path: Path, content: str) -> None:
-        config = tmp_path / "config.json"
-        config.write_text(content)
-        with pytest.raises(HapError, match=r"config\.json"):
-            build_hugging_face(str(config), batch=1)
-
-    def test_longer_than_its_positions(self) -> None:
-        with pytest.raises(HapError, match="--seq 2000 is longer than the model's 1024 positions"):
-            build_hugging_face("gpt2", batch=1, sequence=2000)
-
-    def test_no_language_model(self) -> None:
-        with pytest.raises(HapError, match="vit is not a causal language model"):
-            build_hugging_face("vit", batch=1)
 
 
 def test_ranks_on_cpus_keep_their_memory_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,12 +43,16 @@ def check_sizes(hf: str | None, batch: int | None, seq: int | None) -> None:
 
 def build(model: str | None, hf: str | None, batch: int | None, seq: int | None) -> BuiltModel:
     """The one model that the arguments name. HapError if they name none or two, or sizes that it is not built with."""
-    from hap.build import build_from, build_hugging_face
+    from hap.build import build_from, build_hugging_face, folder_of
 
     if (model is None) == (hf is None):
         raise HapError("name one model: either FILE.py:FUNCTION or --hf NAME")
     check_sizes(hf, batch, seq)
-    return build_from(model) if model is not None else build_hugging_face(str(hf), batch, seq)
+    if model is None:
+        return build_hugging_face(str(hf), batch, seq)
+    built = build_from(model)
+    sys.path.insert(0, str(folder_of(model)))  # until the command ends: a model may import more when it is first called
+    return built
 
 
 def write(path: Path, text: str) -> None:

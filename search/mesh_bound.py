@@ -30,6 +30,7 @@ from hap.cost_models.work import OpClass, node_work
 from hap.graph import Graph
 from hap.hosts_sum import outward_bytes
 from hap.rules.choices import replicated
+from hap.rules.host_graph import widens
 from hap.search.bound import Bound, Line, best_weights, computes_like, device_classes
 
 
@@ -62,8 +63,11 @@ def _updates_s(graph: Graph, cluster: ClusterSpec, optimizer: str, of_kind: Mapp
 
 
 def sums_s(graph: Graph, cluster: ClusterSpec) -> float:
-    """Seconds of the sums of all gradients over the hosts, at least."""
-    nbytes = sum(graph.meta(v).nbytes for v in graph.gradients.values())
+    """Seconds of the sums of all gradients over the hosts, at least: of one of several parameters once, and of what was
+    rounded before it is widened."""
+    makers = {v: graph.by_name[v.node] for v in graph.gradients.values()}
+    values = {node.inputs[0] if widens(graph, node) else v for v, node in makers.items()}
+    nbytes = sum(graph.meta(v).nbytes for v in values)
     return outward_bytes(nbytes, len(cluster.hosts), 1) / slowest_rate(cluster)
 
 

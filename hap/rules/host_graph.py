@@ -66,7 +66,7 @@ class _Dealing:
         self.summed: set[Value] = set()
         # Of these nothing but gradients is made, which are to be summed after them, and after they are rounded.
         made = {v.node for v in deferrable_values(self.graph)}
-        self.before_sums = frozenset(name for name in made if not self._widens(self.graph.by_name[name]))
+        self.before_sums = frozenset(name for name in made if not widens(self.graph, self.graph.by_name[name]))
 
     def place(self, node: Node) -> bool:
         """Whether the node has a strategy that is possible."""
@@ -119,10 +119,6 @@ class _Dealing:
     def _held(self, value: Value) -> Placement | None:
         return self.found[value.node].outputs[value.index]
 
-    def _widens(self, node: Node) -> bool:
-        """Whether the node casts what was rounded back."""
-        return node.op == CAST and self.graph.meta(node.inputs[0]).dtype == self.graph.reduce_dtype
-
     def _cost(self, node: Node, strategy: Strategy) -> tuple[int, int, int, int, int] | None:
         """(arguments to sum before a gradient is made; bytes to sum, of arguments and of what is left partial; bytes
         that every host makes whole; arguments to cut; of the second those of arguments, as what is summed late may be
@@ -146,6 +142,11 @@ class _Dealing:
         whole = [(meta.nbytes, p) for meta, p in made if meta is not None and not isinstance(p, Shard)]
         later = sum(size for size, p in whole if p == PARTIAL)
         return early, nbytes + later, sum(size for size, _ in whole), sliced, nbytes
+
+
+def widens(graph: Graph, node: Node) -> bool:
+    """Whether the node casts back what was rounded to the dtype that gradients are exchanged in."""
+    return node.op == CAST and graph.meta(node.inputs[0]).dtype == graph.reduce_dtype
 
 
 def batch_group(choices: Choices) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -180,6 +181,31 @@ def test_on_two_axes_half_as_many_bytes_are_summed_over_hosts() -> None:
     assert narrow.predicted.as_run_s < 0.6 * wide.predicted.as_run_s
     best = plan_axes("best", model, ETHERNET, **given, reduce_dtype="bfloat16")
     assert best.predicted.as_run_s <= narrow.predicted.as_run_s
+
+
+class Two(nn.Module):
+    """A weight that is the sum of two parameters, whose gradients are one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.empty(1024, 1024)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.one + self.other)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(1024, 1024), Two])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_on_two_axes_the_bound_has_the_bytes_that_are_summed(
+    make: Callable[[], nn.Module], dtype: torch.dtype | None
+) -> None:
+    """Where sums over hosts are most of the step, it is near what they take, and below it."""
+    with torch.device("meta"):
+        model, x = make(), torch.empty(64, 1024)
+    on = cluster(*[(10, "16GB")] * 3, network="1Gbit/s")
+    plan = plan_axes("hosts", model, on, example_inputs=x, loss_fn=torch.sum, effort="quick", reduce_dtype=dtype)
+    assert isinstance(plan, MeshPlan) and plan.predicted.lower_bound_s is not None
+    assert 0.95 < plan.predicted.lower_bound_s / plan.predicted.step_s <= 1
 
 
 # ---- bounds and bytes ----

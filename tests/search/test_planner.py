@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.conversion import find_needs
 from hap.cost_models.evaluate import evaluate
@@ -14,7 +17,9 @@ from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph
 from hap.placement import REPLICATE, Shard
 from hap.plan import Plan, Strategy, verify_plan
+from hap.rules.choices import choices
 from hap.search import Pins, plan_graph
+from hap.search.limits import Effort
 from tests.search.models import cluster, gpt2, mlp
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +94,33 @@ def test_says_what_the_fullest_device_lacks_in_the_plan_that_comes_nearest() -> 
     ):
         plan_graph(COMPUTE_BOUND, cluster(*[(10, "12MB")] * 4))
     assert max(plan_graph(COMPUTE_BOUND, cluster(*[(10, "30MB")] * 4)).predicted.memory_bytes) < 20e6
+
+
+class Turned(nn.Module):
+    """Attention over what was turned in part, as in GPT-NeoX: here all of it, and nothing is left as it was."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.heads, self.turned = heads, width // heads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.into(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        first, second = q[..., : self.turned].chunk(2, -1)
+        q = torch.cat((torch.cat((-second, first), -1), q[..., self.turned :]), -1)
+        mixed = torch.softmax(q @ q.transpose(-1, -2), -1) @ q
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("effort", ["quick", "normal"])
+def test_a_value_without_elements_is_planned(effort: Effort) -> None:
+    with torch.device("meta"):
+        model, x = Turned(64, 4), torch.empty(4, 8, 64)
+    graph = capture(model, x, loss_fn=nn.functional.mse_loss, example_targets=x, name="turned")
+    assert any(meta is not None and meta.nbytes == 0 for node in graph.nodes for meta in node.outputs)
+    plan = plan_graph(choices(graph), ClusterSpec.load(ROOT / "examples" / "cluster-4.yaml"), effort=effort)
+    verify_plan(plan)
+    assert 0 < plan.predicted.lower_bound_s <= plan.predicted.step_s
 
 
 class TestPins:

@@ -137,12 +137,13 @@ def computes_like(device: Device) -> object:
 
 def make_bound(facts: Facts) -> Bound:
     """The bound's lines of every node under every strategy that was a candidate, on one device of every class; those of
-    nodes of one class once."""
+    nodes of one class that take as long once."""
     devices, counts = device_classes(facts.cluster)
     menus: dict[tuple[Line, ...], int] = {}
     alike: dict[int, list[str]] = {}
+    colour = facts.timed_alike(facts.colours[-1])
     for name in facts.candidates:
-        alike.setdefault(facts.colours[-1][name], []).append(name)
+        alike.setdefault(colour[name], []).append(name)
     for name, *others in alike.values():
         lines = tuple(dict.fromkeys(node_line(facts, name, s, devices) for s in facts.candidates[name]))
         if not any(all(f == 0 for f in line.fixed) and all(s == 0 for s in line.slope) for line in lines):

@@ -31,6 +31,7 @@ from hap.fabric import Array
 from hap.placement import Shard
 from hap.search.boxes import Boxes
 from hap.search.crossing import Box
+from hap.search.flows import RADIUS
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import DUAL_STEPS, OFF, KeptSolver, Solution, fill_matrix, seeded, solve_once
@@ -67,7 +68,7 @@ class Cases:
         if batch is None or facts.cluster.world_size == 1:
             return None
         relaxed = relaxation(facts)
-        shared = find_shared(facts, relaxed.fine)
+        shared = find_shared(facts, facts.colours[RADIUS])
         if relaxed.seconds is None or batch[0] not in shared:
             return None
         others = [] if alone else [group for group in find_main(facts, shared) if group != batch[0]]

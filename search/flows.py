@@ -68,7 +68,8 @@ class Flows(Rows):
         self.facts, self.crowded = facts, crowded
         self.parts = parts_of_calls(facts.graph)
         rounds = facts.colours[: RADIUS + 1]
-        self.fine, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
+        last, self.of_value, self.of_reader = (rounds[max(0, len(rounds) - 1 - back)] for back in range(3))
+        self.fine = facts.timed_alike(last)
         self.x: dict[int, list[int]] = {}
         self.options: list[tuple[int, int, str, int]] = []  # variable, how many nodes, the first of them, its option
         self.count: dict[int, int] = {}

@@ -35,7 +35,7 @@ from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
 from hap.placement import GroupSizes, Placement
 from hap.plan import Recomputed, Strategy
-from hap.search.classes import Candidates, Reads, find_colours, find_reads
+from hap.search.classes import NUMBERED, Candidates, Reads, find_colours, find_reads
 from hap.search.wires import Wires
 
 MOMENTS = 9
@@ -107,6 +107,17 @@ class Facts:
     @cached_property
     def colours(self) -> tuple[Mapping[str, int], ...]:
         return find_colours(self.graph, self.candidates, reads=self.every_read)
+
+    def timed_alike(self, colour: Mapping[str, int]) -> Mapping[str, int]:
+        """The colours, where calls of one may take different times a finer partition: what was measured of a call goes
+        by all of its literals, of which a colour leaves serial numbers out. Views are not measured each."""
+        if not self.compute.is_measured:
+            return colour
+        numbers, found = dict[object, int](), dict[str, int]()
+        for n in self.graph.nodes:
+            serial = () if is_view(n) else (a for i, a in enumerate(n.args) if (n.op, i) in NUMBERED)
+            found[n.name] = numbers.setdefault((colour[n.name], *serial), len(numbers))
+        return found
 
     @cached_property
     def every_read(self) -> Reads:

@@ -9,7 +9,8 @@ strategies have to agree:
 whose minimum over s is a program in the flow form of ``milp``. Its LP relaxation is solved for all nodes at once by
 adding up its rows over what looks alike, which can only make the minimum smaller: so the bound holds.
 
-    x[a,i] >= 0           of the nodes of type a (colour after R rounds), the fraction that takes option i
+    x[a,i] >= 0           of the nodes of type a (colour after R rounds, and what tells calls apart that were measured
+                          each), the fraction that takes option i
     F[v,k,p,q] >= 0       of the values v (colour of the producer after R - 1 rounds, which output, and of one of many
                           who reads it, in colours after R - 2), how many are read by slot k (the reader's colour after
                           R - 2) in q when they were produced in p

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from hap.conversion import collective_kind
-from hap.cost_models.compute import parts_coefficients, parts_seconds
+from hap.cost_models.compute import parts_seconds
+from hap.cost_models.floors import floor_line, floor_slope
 from hap.fabric import Array
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
@@ -47,8 +48,9 @@ TINY = 1e-6  # share: the side of the roofline of small shares
 
 class Line(NamedTuple):
     """What a call takes under a strategy on the device of every part: ``fixed`` + share * ``slope`` for either side of
-    the roofline (2, J), and ``whole`` (J,) for everything. ``how``: by which group it is dealt out; ``idle``: a rank
-    without a share does nothing; ``chained``: it is of the path."""
+    the roofline (2, J), or lines below what was measured, and ``whole`` (J,) for everything. ``how``: by which group it
+    is dealt out; ``idle``: a rank without a share does nothing, and one with a share takes that much of ``whole`` at
+    least; ``chained``: it is of the path."""
 
     how: int
     idle: bool
@@ -139,10 +141,13 @@ class Boxes:
         how = REPLICATED if parts.group is None else self._how(parts.group)
         key = (how, parts.op_class, parts.dtype, parts.fixed_flops, parts.shared_flops, parts.fixed_bytes)
         key += (parts.shared_bytes, parts.idle_when_empty, chained)  # type: ignore[assignment]
+        if facts.compute.is_measured:  # calls of as much work may take different times
+            key += (parts.call,)  # type: ignore[assignment]
         if key not in self._known:
             devices = [p.device for p in self.parts]
-            sides = [[parts_coefficients(parts, d, at_share=share) for d in devices] for share in (TINY, 1.0)]
-            whole = tuple(parts_seconds(parts, 1.0, d) for d in devices)
+            sides = [[floor_line(parts, d, at_share=share) for d in devices] for share in (TINY, 1.0)]
+            idle = parts.idle_when_empty
+            whole = tuple(floor_slope(parts, d) if idle else parts_seconds(parts, 1.0, d) for d in devices)
             fixed, slope = (tuple(tuple(pair[i] for pair in side) for side in sides) for i in (0, 1))
             self._known[key] = self._number(Line(how, parts.idle_when_empty, chained, fixed, slope, whole))
         return self._known[key]

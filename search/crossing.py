@@ -40,7 +40,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hap.cost_models.collective import candidates, collective_coefficients
+from hap.cost_models.collective import candidates, formula_coefficients
+from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
 from hap.hosts import Device
 from hap.placement import Shard
@@ -207,16 +208,20 @@ def find_parts(facts: Facts) -> tuple[Part, ...]:
 
 
 def find_ports(facts: Facts, parts: Sequence[Part]) -> tuple[Port, ...]:
-    """Of hosts, or of single ranks where there is one host, by the fastest all-to-all."""
+    """Of hosts, or of single ranks where there is one host, by the fastest all-to-all: where that was measured, at the
+    size at which it is fastest beside the formula."""
     cluster, n = facts.cluster, facts.cluster.world_size
     fabric, rates = cluster.fabric, []
     one, other = Shard(0, 1, n, 1, "one"), Shard(1, 1, n, 1, "other")
     for name in candidates("all_to_all", cluster):
-        form = collective_coefficients("all_to_all", name, UNIT_BYTES, one, other, cluster)
+        form = formula_coefficients("all_to_all", name, UNIT_BYTES, one, other, cluster)
+        least = 1.0
+        if isinstance(cluster, CalibratedCluster):
+            least = min(cluster.collective("all_to_all", name).factors, default=least)
         for stage in form.stages:
             if not stage.in_memory:
                 assert len(stage.by_source) == len(fabric.ports), "a row for every port"
-                rates.append(np.maximum(stage.by_source, stage.by_target).max(axis=1) / UNIT_BYTES)
+                rates.append(least * np.maximum(stage.by_source, stage.by_target).max(axis=1) / UNIT_BYTES)
     slowest = np.min(rates, axis=0)  # seconds a byte
     ways: dict[tuple[int, ...], list[float]] = {}
     for k, port in enumerate(fabric.ports):

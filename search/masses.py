@@ -356,7 +356,7 @@ class _Program(Relaxation):
         """What a call takes on the busiest rank of the host with most of its group, of whatever kind that is."""
         if parts.group is None:
             return min(parts_seconds(parts, 1.0, d) for d in self.devices)
-        key = (parts, where)
+        key = (parts, parts.call if self.facts.compute.is_measured else "", where)
         if key not in self._busy:
             most = 1.0 if where == TOGETHER else 1 / self.hosts
             self._busy[key] = min(f + s * most for f, s in self._slopes(parts))

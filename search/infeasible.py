@@ -8,7 +8,8 @@ from hap.cluster import ClusterSpec
 from hap.cost_models.evaluate import Evaluation
 from hap.cost_models.memory import usable_bytes
 from hap.cost_models.optimizers import optimizer_state_bytes
-from hap.graph import Graph
+from hap.cost_models.work import is_view
+from hap.graph import Graph, Value
 from hap.search.prices import Facts
 from hap.units import format_size
 
@@ -40,7 +41,25 @@ def state_bytes(graph: Graph, optimizer: str) -> int:
     """What all devices together hold at the end of a step at least: parameters that are trained, their gradients, and
     the optimizer's state."""
     trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
-    return sum(2 * nbytes + optimizer_state_bytes(optimizer, nbytes) for nbytes in trained)
+    state = sum(nbytes + optimizer_state_bytes(optimizer, nbytes) for nbytes in trained)
+    return state + round(sum(gradient_bytes(graph).values()))
+
+
+def gradient_bytes(graph: Graph) -> dict[str, float]:
+    """Parameter -> what its gradient takes at least for every copy of the parameter. A gradient that several parameters
+    have, or views of it, is there once in each placement that one of them has: so for each at least its part of one."""
+    made = {target: _viewed(graph, value) for target, value in graph.gradients.items()}
+    shared = Counter(made.values())
+    return {target: graph.meta(value).nbytes / shared[value] for target, value in made.items()}
+
+
+def _viewed(graph: Graph, value: Value) -> Value:
+    """What a value is a view of, where that is no larger."""
+    while is_view(node := graph.by_name[value.node]):
+        if graph.meta(node.inputs[0]).nbytes > graph.meta(value).nbytes:
+            break
+        value = node.inputs[0]
+    return value
 
 
 def _kinds(cluster: ClusterSpec) -> str:

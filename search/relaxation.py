@@ -55,6 +55,7 @@ from hap.cost_models.sequence import ConversionCost
 from hap.placement import Placement, Shard
 from hap.search.bound import Line, device_classes, line_seconds, node_line, weighted_bound
 from hap.search.flows import Flows
+from hap.search.infeasible import gradient_bytes
 from hap.search.least import Least
 from hap.search.milp import GB, MS
 from hap.search.prices import Facts
@@ -171,16 +172,19 @@ class Relaxation(Rows):
         """All ranks' memory: at the end of the step parameters, their gradients and the optimizer's state; between both
         passes what they have gathered instead of the gradients."""
         graph, n = self.facts.graph, self.facts.cluster.world_size
-        flows = self.flows
+        flows, parameters = self.flows, {n.target: n.name for n in graph.sources("parameter")}
         kept = [(variable, nbytes * n * GB) for variable, nbytes in flows.kept]
-        ending, between = [], list(kept)
+        ending, between, gradients = [], list(kept), dict[int, float]()  # of one parameter of a type, at least
+        for target, nbytes in gradient_bytes(graph).items():
+            a = self.fine[parameters[target]]
+            gradients[a] = min(gradients.get(a, nbytes), nbytes)
         for a, name in self.first.items():
             node = graph.by_name[name]
             if node.op != "parameter":
                 continue
             trained = node.target in graph.gradients
             state = optimizer_state_bytes(self.facts.optimizer, node.meta.nbytes) if trained else 0
-            gradient = node.meta.nbytes if trained else 0
+            gradient = gradients.get(a, 0.0)
             for variable, strategy in zip(self.x[a], self.facts.candidates[name], strict=True):
                 copies = self.count[a] * (1 if isinstance(strategy.outputs[0], Shard) else n)
                 between.append((variable, copies * (node.meta.nbytes + state) * GB))

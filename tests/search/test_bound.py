@@ -7,7 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
+from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.conversion import find_needs
 from hap.cost_models.collective import best_decomposition
@@ -15,14 +18,16 @@ from hap.cost_models.evaluate import evaluate
 from hap.graph import Value
 from hap.placement import PARTIAL, REPLICATE, Shard
 from hap.plan import Collective, Strategy
-from hap.rules.choices import Choices
+from hap.rules.choices import Choices, choices
 from hap.search import plan_graph
 from hap.search.blocks import find_blocks
 from hap.search.bound import Bound, Line, best_weights, device_classes, make_bound, node_line
+from hap.search.infeasible import state_bytes
 from hap.search.least import Least
+from hap.search.milp import GB
 from hap.search.prices import Facts
 from hap.search.recompute import after_steps, steps_of
-from hap.search.relaxation import Relaxation, lower_bound
+from hap.search.relaxation import Relaxation, lower_bound, relaxation
 from hap.search.rounding import round_shares
 from tests.search.models import cluster, gpt2, mlp, unrolled
 
@@ -251,6 +256,49 @@ def test_the_bound_is_below_random_plans_that_fit() -> None:
 def test_the_bound_is_below_the_plan_found_where_memory_is_short(memory: str) -> None:
     plan = plan_graph(mlp(batch=1024, width=1024, layers=3), tight(memory))
     assert plan.predicted.lower_bound_s is not None and plan.predicted.lower_bound_s <= plan.predicted.step_s
+
+
+class Summed(nn.Module):
+    """A weight that is the sum of two parameters, the second as it is, turned, or spread from one number by a sum."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.empty(512, 512)) for _ in range(2))
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "spread":
+            return (x @ self.one).sum() + self.other.sum()
+        return x @ (self.one + (self.other.t() if self.how == "turned" else self.other))
+
+
+@pytest.mark.parametrize("how", ["as it is", "turned", "spread"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_gradient_of_two_parameters_is_there_once(how: str, optimizer: str) -> None:
+    """The ledger holds no less than the rows of memory count, wherever the parameters lie; and hardly more where both
+    are whole, but for what is multiplied."""
+    with torch.device("meta"):
+        graph = capture(Summed(how), torch.empty(4, 512), loss_fn=torch.sum, name="summed")
+    found, devices, rng = choices(graph), tight("1GB"), random.Random(1)
+    facts = Facts(graph, found.strategies, devices, optimizer)
+    relaxed, state, nearest = relaxation(facts), state_bytes(graph, optimizer), 0.0
+    row = relaxed.row_names.index("state")
+    sources = [n.name for n in graph.sources("parameter")]
+    for number in range(30):
+        strategies = random_strategies(found, rng)
+        if number == 0:
+            strategies = {name: options[0] for name, options in found.strategies.items()}
+        sizes = {name: round_shares([rng.random() + 0.1 for _ in range(4)], g.n) for name, g in found.groups.items()}
+        held = sum(evaluate(graph, strategies, sizes, devices, optimizer=optimizer).memory_bytes)
+        taken = Counter[int]()
+        for name in sources:
+            kind = relaxed.fine[name]
+            variable = relaxed.x[kind][found.strategies[name].index(strategies[name])]
+            taken[variable] += 1 / relaxed.count[kind]  # type: ignore[assignment]
+        counted = sum(k * taken[v] for at, v, k in relaxed.entries if at == row) / GB
+        assert state <= counted * (1 + 1e-9) <= held * (1 + 1e-9)
+        nearest = max(nearest, counted / held)
+    assert nearest > 0.9
 
 
 def _dealt_out(found: Choices, rng: random.Random) -> dict[str, Strategy]:

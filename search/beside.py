@@ -88,11 +88,12 @@ class Beside:
         theirs.close()
 
     def ask(self, method: str, *arguments: Any) -> Question:
-        """What ``answer`` is for. Arguments are pickled."""
+        """What ``answer`` is for. Arguments are pickled. PlanError if the other process has ended."""
         return self._send(Question(len(self._asked), method, arguments))
 
     def offer(self, method: str, *arguments: Any) -> Question | None:
-        """What ``is_taken`` is for; None where nobody else could do it, or something was offered before."""
+        """What ``is_taken`` is for; None where nobody else could do it, or something was offered before. PlanError if
+        the other process has ended."""
         if self._pipe is None or self._offer is not None:
             return None
         os.write(self._given, TOKEN)
@@ -114,7 +115,10 @@ class Beside:
     def _send(self, question: Question) -> Question:
         self._asked.append(question)
         if self._pipe is not None:
-            self._pipe.send(question)
+            try:
+                self._pipe.send(question)
+            except OSError:
+                raise self._ended() from None
         return question
 
     def answer(self, question: Question) -> Any:
@@ -140,15 +144,16 @@ class Beside:
             self.check()
         try:
             return pipe.recv()
-        except EOFError:
-            raise PlanError(f"the process that works beside the search has ended{self._exit_code()}") from None
+        except (EOFError, OSError):  # nothing is left of what it said, part of an answer, or questions it never took
+            raise self._ended() from None
 
-    def _exit_code(self) -> str:
-        """To be said, if it is known: only who forked a process is told."""
+    def _ended(self) -> PlanError:
+        """What is raised; with its exit code, if that is known: only who forked a process is told."""
+        said = "the process that works beside the search has ended"
         if os.getpid() != self._forked_by:
-            return ""
+            return PlanError(said)
         self._process.join()
-        return f", with exit code {self._process.exitcode}"
+        return PlanError(f"{said}, with exit code {self._process.exitcode}")
 
     def close(self) -> None:
         """The other process is ended. What is asked from now on is answered here."""

@@ -97,6 +97,22 @@ def test_a_process_that_ended_is_told() -> None:
 
 
 @FORKS
+@pytest.mark.parametrize("then", ["ask", "offer", "answer"])
+def test_a_process_that_was_killed_is_told_whatever_is_wanted_of_it_next(then: str) -> None:
+    """Where a question is still on its way to it, too."""
+    other = Beside(Worker(), apart=True)
+    pid, _ = other.answer(other.ask("add", 1))
+    os.kill(pid, signal.SIGSTOP)
+    os.waitpid(pid, os.WUNTRACED)
+    asked = other.ask("add", 2)
+    os.kill(pid, signal.SIGKILL)
+    other._process.join()
+    with pytest.raises(PlanError, match=r"^the process that works beside the search has ended, with exit code -9$"):
+        other.answer(asked) if then == "answer" else getattr(other, then)("add", 3)
+    other.close()
+
+
+@FORKS
 def test_ctrl_c_is_for_the_search_and_a_check_may_end_the_waiting() -> None:
     looked = 0
 

@@ -3,13 +3,14 @@
     hap diagnose runs/1 -o found.yaml && hap plan model.py:build --cluster found.yaml
 
 A straggler's rates of arithmetic and memory are divided by how many times as long it takes, a slow sender's or
-receiver's network by the same, and a slow link between hosts becomes a limit of its own. Everything else stays.
+receiver's network by the same, and a slow link between hosts becomes a limit of its own. Everything else stays. Of
+findings about one device, way or link the largest factor counts: ranks of a host share its network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
@@ -19,6 +20,14 @@ from hap.errors import ClusterError
 from hap.units import format_rate, format_size, format_time
 
 Body = dict[str, Any]
+What = Literal["device", "up", "down", "link"]
+WHAT: dict[str, What] = {
+    "compute straggler": "device",
+    "misjudged devices": "device",
+    "slow sender": "up",
+    "slow receiver": "down",
+    "slow link": "link",
+}
 
 
 def as_found(cluster: ClusterSpec, findings: Sequence[Finding]) -> tuple[ClusterSpec, tuple[str, ...]]:
@@ -26,25 +35,35 @@ def as_found(cluster: ClusterSpec, findings: Sequence[Finding]) -> tuple[Cluster
     body = cluster.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
     body = {"name": cluster.name, "backend": cluster.backend, **body}
     said = []
-    for finding in findings:
-        if finding.factor is None or finding.factor <= 1:
-            continue
-        match finding.syndrome:
-            case "compute straggler" | "misjudged devices":
-                said += [_slower_device(body, cluster, rank, finding.factor) for rank in finding.ranks]
-            case "slow sender" | "slow receiver":
-                side = "up" if finding.syndrome == "slow sender" else "down"
-                said += [_slower_network(body, cluster, rank, side, finding.factor) for rank in finding.ranks]
-            case "slow link":
-                source, target = finding.ranks
-                said.append(_slower_link(body, cluster, source, target, finding.factor))
-    said = list(dict.fromkeys(filter(None, said)))
+    for (what, source, target), factor in _slower(cluster, findings).items():
+        match what:
+            case "device":
+                said.append(_slower_device(body, cluster, source, factor))
+            case "link":
+                said.append(_slower_link(body, cluster, source, target, factor))
+            case side:
+                said.append(_slower_network(body, cluster, source, side, factor))
+    said = list(filter(None, said))
     if not said:
         raise ClusterError("nothing was found that a cluster file can tell of")
     try:
         return ClusterSpec.model_validate({**body, "name": f"{cluster.name}-as-found"}), tuple(said)
     except pydantic.ValidationError as e:
         raise ClusterError(f"the cluster as found: {e.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+
+
+def _slower(cluster: ClusterSpec, findings: Sequence[Finding]) -> dict[tuple[What, int, int], float]:
+    """The factor of all that became slower, by what it is and whose: a rank's, or a host's, by its first rank."""
+    first = {device.host: device.rank for device in reversed(cluster.devices)}
+    found: dict[tuple[What, int, int], float] = {}
+    for finding in findings:
+        if finding.factor is None or finding.factor <= 1 or finding.syndrome not in WHAT:
+            continue
+        what = WHAT[finding.syndrome]
+        for ends in [finding.ranks] if what == "link" else [(rank, rank) for rank in finding.ranks]:
+            source, target = ends if what == "device" else (first[cluster.host_of(rank)] for rank in ends)
+            found[what, source, target] = max(finding.factor, found.get((what, source, target), 1.0))
+    return found
 
 
 def _slower_device(body: Body, cluster: ClusterSpec, rank: int, factor: float) -> str:
@@ -74,16 +93,17 @@ def _slower_device(body: Body, cluster: ClusterSpec, rank: int, factor: float) -
     return f"{device.name}: 1/{factor:.2f} of its rates"
 
 
-def _slower_network(body: Body, cluster: ClusterSpec, rank: int, side: str, factor: float) -> str:
+def _slower_network(body: Body, cluster: ClusterSpec, rank: int, side: Literal["up", "down"], factor: float) -> str:
+    """The other way stays as the body has it, which may have become slower before."""
     name = cluster.host_of(rank)
     rates = cluster.network(name)
     if rates is None:
         return ""
-    up, down = rates
-    up, down = (up / factor, down) if side == "up" else (up, down / factor)
     host = _host(body, cluster, rank)
-    kept = {key: value for key, value in host["network"].items() if key == "latency"}
-    host["network"] = {**kept, "up": format_rate(up), "down": format_rate(down)}
+    kept = {key: value for key, value in host["network"].items() if key in ("latency", "up", "down")}
+    up, down = rates
+    slower = format_rate((up if side == "up" else down) / factor)
+    host["network"] = {"up": format_rate(up), "down": format_rate(down), **kept, side: slower}
     return f"{name}: 1/{factor:.2f} of its network's rate {'out' if side == 'up' else 'in'}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -139,6 +140,28 @@ def test_the_cluster_as_found_has_what_was_found() -> None:
     assert after.link(0, 2).bandwidth_bytes_per_s == pytest.approx(10e9 / 40)
     assert ClusterSpec.from_yaml(after.to_yaml()).fingerprint == after.fingerprint
     assert cluster_body(before) == cluster_body(two_of_two())
+
+
+def test_of_findings_about_one_thing_the_largest_counts() -> None:
+    """Both ways of a network that ranks of a host share, and a device twice."""
+    before, finding = two_of_two(), partial(Finding, summary="")
+    after, said = as_found(
+        before,
+        (
+            finding("slow sender", (2,), factor=4.0),
+            finding("slow receiver", (3,), factor=2.0),
+            finding("slow sender", (3,), factor=3.0),
+            finding("compute straggler", (1,), factor=2.0),
+            finding("misjudged devices", (0, 1), factor=1.5),
+            finding("slow link", (0, 3), factor=5.0),
+            finding("slow link", (1, 2), factor=2.0),
+        ),
+    )
+    assert after.network("b") == pytest.approx((10e9 / 32, 10e9 / 16))
+    rates = [d.tflops["float16"] / b.tflops["float16"] for d, b in zip(after.devices, before.devices, strict=True)]
+    assert rates == pytest.approx([1 / 1.5, 0.5, 1, 1], rel=1e-5)
+    assert after.link(0, 2).bandwidth_bytes_per_s == pytest.approx(10e9 / 40)
+    assert said[:2] == ("b: 1/4.00 of its network's rate out", "b: 1/2.00 of its network's rate in") and len(said) == 5
 
 
 def test_what_no_cluster_file_tells_of_is_refused() -> None:

@@ -6,7 +6,8 @@ added to rank r's to get rank 0's) each such call says
     entered[0] - left[r]  <=  o[r]  <=  left[0] - entered[r]
 
 and many calls leave little between the two ends: hosts' clocks that say something else are off. On one host there is
-one clock.
+one clock. Uses of the wire that are no collective of the program are left out: a sum, as in clipping, would do, but a
+broadcast or a rank's own wait would not, and records do not tell which it was.
 
 Between hosts of a mesh of two axes there are sums over hosts instead. What a rank gets of one it cannot have before
 some rank of every host has entered it, and of every host some rank gets something. So there the same is said of two
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from hap.diagnosis.run import Run
 from hap.diagnosis.waits import calls_of
-from hap.run_record import OTHER_KIND, SUM_KIND, StepLine
+from hap.run_record import SUM_KIND, StepLine
 
 
 class Offset(NamedTuple):
@@ -73,7 +74,7 @@ def _sums(
     told = [calls_of(run.ranks[r], lines[r], "world") if across else lines[r].calls or () for r in ranks]
     for number, calls in enumerate(zip(*told, strict=False)):
         kind = run.ranks[ranks[0]].kind_of(calls[0][0])
-        is_sum = kind.kind in ("all_reduce", OTHER_KIND) or (across and kind.kind == SUM_KIND and kind.nbytes > 0)
+        is_sum = kind.kind == "all_reduce" or (across and kind.kind == SUM_KIND and kind.nbytes > 0)
         if is_sum and all(len(call) >= (6 if call[1] else 4) for call in calls):
             entered = min(zero + call[2] / 1e6 for zero, call in zip(zeros, calls, strict=True))
             left = max(zero + call[5 if call[1] else 3] / 1e6 for zero, call in zip(zeros, calls, strict=True))

@@ -12,7 +12,7 @@ from hap.diagnosis.clocks import offsets
 from hap.diagnosis.run import Run
 from hap.diagnosis.trace import STEPS, to_trace
 from hap.diagnosis.traffic import find_traffic
-from hap.run_record import RecordError
+from hap.run_record import OTHER, RecordError
 from tests._support.jobs import CALLS, KIND, job, records
 
 SKEW = (0.0, 3.5, -0.25)
@@ -35,6 +35,21 @@ def test_collectives_tell_clocks_of_other_hosts() -> None:
     for rank in (1, 2):
         assert found[rank].residual_s is not None and found[rank].residual_s <= 0.011
         assert found[rank].seconds == pytest.approx(SKEW[rank], abs=found[rank].residual_s + 1e-4)
+
+
+def test_what_is_no_collective_tells_no_clocks() -> None:
+    """A broadcast, which rank 0 leaves at once and long before others enter it."""
+    run, told = apart(("a", "b", "c")), []
+    for rank, record in enumerate(run.ranks):
+        steps = []
+        for line in record.steps:
+            first, *others = line.calls or ()
+            at = first[2] if rank else 0
+            steps.append(line.model_copy(update={"calls": ((OTHER, 0, at, at + 10), *others)}))
+        told.append(record._replace(steps=tuple(steps)))
+    for rank, clock in enumerate(offsets(Run(tuple(told), None), range(6))):
+        assert clock.residual_s is not None and clock.residual_s <= 0.02
+        assert clock.seconds == pytest.approx(SKEW[rank], abs=clock.residual_s + 1e-4)
 
 
 def test_ranks_of_one_host_have_one_clock() -> None:

@@ -17,7 +17,10 @@ come equally often to what they do together; so ranks of different hosts come eq
 from __future__ import annotations
 
 import json
+import os
+import socket
 import struct
+import time
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
@@ -31,6 +34,7 @@ PLAN = "plan.json"
 OTHER = 0  # the number of what uses the wire and is no collective of the program: clipping, agreements
 DOING = ("outside", "forward", "backward", "evaluation")
 HEARTBEAT_S = 1.0  # between a rank's signs of life
+RUNS, DONE, RAISED, STOPPED = range(4)  # how a rank ended
 Part = Literal["forward", "backward", "evaluation"]
 Scope = Literal["world", "host"]
 Whole = Annotated[int, pydantic.Field(ge=0)]
@@ -53,10 +57,11 @@ class _Line(pydantic.BaseModel):
 
 class Head(_Line):
     """``began``: when the rank's clock was zero, in seconds of its host's clock. ``mesh_host``: the number of the host
-    whose program it runs, on a mesh of two axes; ranks of one axis are all of number 0."""
+    whose program it runs, on a mesh of two axes; ranks of one axis are all of number 0. ``state_inode``: of the file of
+    its state, which no copy has; 0 in records that are older."""
 
     tag = "head"
-    absent = ("mesh_host",)
+    absent = ("mesh_host", "state_inode")
     rank: Whole
     world_size: int = pydantic.Field(ge=1)
     device: str
@@ -64,6 +69,7 @@ class Head(_Line):
     pid: int
     began: float
     mesh_host: Whole = 0
+    state_inode: Whole = 0
 
 
 class CallKind(_Line):
@@ -135,7 +141,8 @@ OTHERS = CallKind.model_construct(  # of all ranks; no file has it, nor may anot
 
 
 class RankRecord(NamedTuple):
-    """All that one rank left. ``state`` is None where its file is missing."""
+    """All that one rank left. ``state`` is None where its file is missing. ``seen``: when the state was read, by the
+    clock of the rank's host; None where that is another machine's, and of a copy, which stays as it is."""
 
     head: Head
     kinds: dict[int, CallKind]
@@ -144,6 +151,7 @@ class RankRecord(NamedTuple):
     state: State | None
     stack: str | None
     error: str | None
+    seen: float | None = None
 
     def kind_of(self, number: int) -> CallKind:
         """That of a call. ``read_folder`` sees to it that there is one."""
@@ -153,9 +161,10 @@ class RankRecord(NamedTuple):
 class State(NamedTuple):
     """What a rank was doing last. ``entered``: how often it has come to the wire, a number that ranks of one program
     count alike; ``call`` is the kind of the last one, ``in_wire`` whether it is still there. ``since``: when that
-    changed last, ``alive``: when its process gave the last sign of life, both by its host's clock. ``ended``: 0 not
-    yet, 1 as it should, 2 by an exception. ``world``: how often of these to what all ranks do together, which ranks of
-    different programs, of the hosts of a mesh of two axes, count alike, too; 0 in records that are older."""
+    changed last, ``alive``: when its process gave the last sign of life, both by its host's clock. ``ended``: ``RUNS``
+    while it has not, ``DONE`` as it should, ``RAISED`` by an exception, ``STOPPED`` from outside of the script, as by
+    Ctrl-C, which says nothing about the job. ``world``: how often of these to what all ranks do together, which ranks
+    of different programs, of the hosts of a mesh of two axes, count alike, too; 0 in records that are older."""
 
     doing: int
     in_wire: int
@@ -177,7 +186,12 @@ class State(NamedTuple):
         if len(raw) != STATE_BYTES or raw[:4] != MAGIC:
             raise RecordError(f"{origin}: not the state of a rank")
         found = cls(*_STATE.unpack_from(raw, 4))
-        if found.doing >= len(DOING) or found.in_wire > 1 or found.ended > 2 or not isfinite(found.since + found.alive):
+        if (
+            found.doing >= len(DOING)
+            or found.in_wire > 1
+            or found.ended > STOPPED
+            or not isfinite(found.since + found.alive)
+        ):
             raise RecordError(f"{origin}: a damaged state of a rank")
         return found
 
@@ -221,7 +235,11 @@ def read_folder(folder: Path) -> tuple[RankRecord, ...]:
     paths = sorted(folder.glob("rank-*.jsonl"))
     if not paths:
         raise RecordError(f"{folder}: no records of a run (rank-0000.jsonl, ...); make some by hap run --record")
-    found = tuple(_read_rank(path) for path in paths)
+    # All states at once, before anything that takes long: they are compared. And before what ranks wrote until then, so
+    # that the kind of a state's call is told of.
+    now = time.time()
+    states = [_read_state(path.with_suffix(".state")) for path in paths]
+    found = tuple(_read_rank(path, state, now) for path, state in zip(paths, states, strict=True))
     size = found[0].head.world_size
     missing = sorted(set(range(size)) - {record.head.rank for record in found})
     if missing or len(found) != size:
@@ -229,13 +247,20 @@ def read_folder(folder: Path) -> tuple[RankRecord, ...]:
     return found
 
 
-def _read_rank(path: Path) -> RankRecord:
+def _read_state(path: Path) -> tuple[State, int] | None:
+    """The state and its file's inode."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        return State.read(file.read(), str(path)), os.fstat(file.fileno()).st_ino
+
+
+def _read_rank(path: Path, state: tuple[State, int] | None, now: float) -> RankRecord:
     head: Head | None = None
     kinds: dict[int, CallKind] = {}
     steps: list[StepLine] = []
     probes: list[ProbeLine] = []
-    state, stack, error = (path.with_suffix(f".{kind}") for kind in ("state", "stack", "error"))
-    last = State.read(state.read_bytes(), str(state)) if state.is_file() else None  # first: its call's kind is told of
+    stack, error = (path.with_suffix(f".{kind}") for kind in ("stack", "error"))
     *lines, _ = path.read_text(encoding="utf-8", errors="replace").split(
         "\n"
     )  # a last one was cut off with its process
@@ -255,8 +280,10 @@ def _read_rank(path: Path) -> RankRecord:
     if head is None or path != rank_file(path.parent, head.rank, "jsonl"):
         raise RecordError(f"{path}: it does not say whose it is, or another rank's")
     _check(path, head, kinds, steps, probes)
+    last, inode = (None, 0) if state is None else state
     if last is not None and last.call != OTHER and last.call not in kinds:
-        raise RecordError(f"{state}: a damaged state of a rank, in a call of an unknown kind")
+        raise RecordError(f"{path.with_suffix('.state')}: a damaged state of a rank, in a call of an unknown kind")
+    is_here = inode != 0 and inode == head.state_inode and head.host == socket.gethostname()
     return RankRecord(
         head,
         kinds,
@@ -265,6 +292,7 @@ def _read_rank(path: Path) -> RankRecord:
         last,
         stack.read_text(encoding="utf-8", errors="replace") if stack.is_file() else None,
         error.read_text(encoding="utf-8", errors="replace") if error.is_file() else None,
+        now if is_here else None,
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hap import run_record
 from hap.errors import HapError
 from hap.run_record import (
     STATE_BYTES,
@@ -48,7 +52,7 @@ def test_a_line_cut_off_with_its_process_is_left_out(tmp_path: Path) -> None:
 @given(
     doing=st.integers(0, 3),
     wire=st.booleans(),
-    ended=st.integers(0, 2),
+    ended=st.integers(0, 3),
     counts=st.tuples(*[st.integers(0, 2**63)] * 3),
     world=st.integers(0, 2**63),
     since=st.floats(0, 4e9),
@@ -64,6 +68,43 @@ def test_a_state_is_what_was_written_last(
     writer.alive(alive)
     writer.ended(ended)
     assert State.read(bytes(memory), "x") == State(doing, int(wire), ended, *counts, since, alive, world)
+
+
+def test_all_states_are_read_before_anything_that_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank gives a sign of life whenever a line is parsed: what is compared is of one time."""
+    write(tmp_path)
+    given = bytearray(STATE_BYTES)
+    writer, parse, now = StateWriter(memoryview(given), 100.0), run_record._parse, [100.0]
+
+    def live(line: str | None = None) -> object:
+        now[0] += 60
+        writer.alive(now[0])
+        for rank in range(2):
+            rank_file(tmp_path, rank, "state").write_bytes(bytes(given))
+        return None if line is None else parse(line)
+
+    live()
+    monkeypatch.setattr(run_record, "_parse", live)
+    assert {record.state.alive for record in read_folder(tmp_path) if record.state is not None} == {160.0}
+
+
+def test_the_clock_says_nothing_of_a_copy(tmp_path: Path) -> None:
+    write(tmp_path / "run")
+    StateWriter(memoryview(state := bytearray(STATE_BYTES)), 5.0)
+    path = rank_file(tmp_path / "run", 1, "state")
+    path.write_bytes(state)
+
+    def seen(host: str, inode: int) -> float | None:
+        head = RUN.ranks[1].head.model_copy(update={"host": host, "state_inode": inode})
+        write(tmp_path / "run", (RUN.ranks[0], RUN.ranks[1]._replace(head=head)))
+        return read_folder(tmp_path / "run")[1].seen
+
+    began, here, inode = time.time(), socket.gethostname(), path.stat().st_ino
+    assert seen("elsewhere", inode) is None and seen(here, 0) is None
+    assert began <= (seen(here, inode) or 0) <= time.time()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert read_folder(tmp_path / "copy")[1].seen is None
+    assert read_folder(tmp_path / "run")[0].seen is None  # it has no state
 
 
 def test_a_folder_without_records_says_how_to_make_some(tmp_path: Path) -> None:

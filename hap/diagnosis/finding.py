@@ -8,6 +8,7 @@ from typing import Any, Literal
 Syndrome = Literal[
     "raised",  # a rank's program ended by an exception
     "lost",  # a rank's process gives no sign of life
+    "ended early",  # a rank came to its end, and others wait in what it never came to
     "non-communication hang",  # a rank never comes to the collective in which others wait
     "communication hang",  # all have come to it, and it does not end
     "desync",  # ranks wait in different collectives

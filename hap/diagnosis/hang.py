@@ -3,8 +3,15 @@
 Ranks of one program come to the wire equally often. So of ranks that no longer move, those that have come there less
 often than others are the ones that the others wait for (a *non-communication hang*: a crash, a deadlock, a loader that
 never ends); if all stand in the same call, the call itself does not end (a *communication hang*); if their calls are
-not alike, they do not run the same program (a *desync*). How long they stand is counted up to the last sign of life, so
-that the records of a job that hung and was ended an hour ago say the same as they did then.
+not alike, they do not run the same program (a *desync*). How long a rank stands is counted up to its last sign of life,
+so that the records of a job that hung and was ended an hour ago say the same as they did then.
+
+Clocks of different hosts are never compared as if they were one, nor is the present with records of another machine or
+copies, which may have been made one after another while the job went on. Of those a rank is lost whose records end
+while it moves and others stand and wait; where ranks run on this machine, one that has been silent for some seconds.
+
+A rank that came to its end is gone from what others wait in, if that is more than it has ever come to. One that was
+stopped from outside, by Ctrl-C, is as if it had no end: what it did until then counts.
 
 On a mesh of two axes each host has a program of its own. There ranks are first put beside each other by how often they
 have come to what all ranks do, above all the sums over hosts. Of those that are behind (of all, if none is) some may
@@ -15,44 +22,146 @@ begun more and wait for nobody, but whoever waits for a rank that stands still h
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hap.diagnosis.finding import Finding
 from hap.diagnosis.run import Run
-from hap.run_record import HEARTBEAT_S, OTHER_KIND, State
+from hap.run_record import DONE, HEARTBEAT_S, OTHER_KIND, RAISED, RUNS, STOPPED, State
 
+States = dict[int, State]
 SILENT = 5 * HEARTBEAT_S  # without a sign of life, while others give some
 LEAST_S = 10.0  # nothing that moves within it hangs
 STEPS = 5.0  # nor within so many of the longest steps
 
 
-def find_hang(run: Run, clock: float | None = None) -> tuple[Finding, ...]:
-    """What stopped the job, if anything did, at this time of the clock; None: now. A rank without a state is one of
-    which nothing is known."""
-    clock = time.time() if clock is None else clock
+def find_hang(run: Run) -> tuple[Finding, ...]:
+    """What stopped the job, if anything did, as far as its records go. A rank without a state is one of which nothing
+    is known."""
     states = {rank: record.state for rank, record in enumerate(run.ranks) if record.state is not None}
-    open_ = {rank: state for rank, state in states.items() if not state.ended}
-    raised = {rank: state for rank, state in states.items() if state.ended == 2}
-    if raised:
-        # Who raised while it waited for others was left alone by those: by one that raised elsewhere, or went silently.
-        own = tuple(rank for rank, state in raised.items() if not state.in_wire)
-        if not own and open_:
-            return (_lost(run, tuple(open_), states, max(state.alive for state in states.values())),)
-        return tuple(_raised(run, rank) for rank in own or raised)
-    if not open_:
-        return ()
-    now = max(state.alive for state in open_.values())
-    silent = tuple(rank for rank, state in open_.items() if now - state.alive > SILENT)
-    if silent:
-        return (_lost(run, silent, open_, now),)
+    raised = tuple(rank for rank, state in states.items() if state.ended == RAISED)
+    # Who raised while it waited for others was left alone by those: by one that raised elsewhere, or went silently.
+    if own := tuple(rank for rank in raised if not states[rank].in_wire):
+        return tuple(_raised(run, rank) for rank in own)
     longest = max((line.seconds for record in run.ranks for line in record.steps), default=0.0)
     patience = max(LEAST_S, STEPS * longest)
-    if all(now - state.since > patience for state in open_.values()):
-        return _hang(run, open_, now)
-    return (_ended(run, open_, now),) if clock - now > SILENT else ()
+    if early := _ended_early(run, states, patience):
+        return early
+    was_stopped = any(state.ended == STOPPED for state in states.values())
+    open_ = {rank: state for rank, state in states.items() if state.ended != DONE}
+    if not open_:
+        return ()
+    if silent := _silent(run, states) or _left(run, open_, patience):
+        return (_lost(run, silent, states),)
+    stand = all(_stood_s(run, open_, rank) > patience for rank in open_)
+    if raised and not was_stopped:
+        left = tuple(rank for rank, state in open_.items() if state.ended == RUNS)
+        outside = tuple(rank for rank in left if not states[rank].in_wire)
+        if stand and any(_lives(run, rank) and states[rank].alive == _newest(run, states, rank) for rank in outside):
+            return _hang(run, open_)  # those that raised were tired of waiting
+        gone = outside or tuple(rank for rank in left if not _lives(run, rank))
+        return (_lost(run, gone, states),) if gone else tuple(_raised(run, rank) for rank in raised)
+    if stand:
+        return _hang(run, open_)
+    gone = _all_gone(run, states)
+    return (_ended(run, open_, gone),) if gone and not was_stopped else ()
+
+
+def is_left_open(run: Run) -> bool:
+    """Whether there are ranks of which nobody can tell here if they still run."""
+    return any(r.seen is None and r.state is not None and r.state.ended == RUNS for r in run.ranks)
+
+
+def _newest(run: Run, states: States, rank: int) -> float:
+    """The last sign of life of the ranks of this one's host, by its clock."""
+    host = run.ranks[rank].head.host
+    return max(state.alive for other, state in states.items() if run.ranks[other].head.host == host)
+
+
+def _stood_s(run: Run, states: States, rank: int) -> float:
+    """How long a rank has been doing what it does, until the first rank of its host was stopped from outside."""
+    host = run.ranks[rank].head.host
+    ends = (s.alive for r, s in states.items() if s.ended == STOPPED and run.ranks[r].head.host == host)
+    return min([states[rank].alive, *ends]) - states[rank].since
+
+
+def _lives(run: Run, rank: int) -> bool:
+    """Whether the rank is known to run now."""
+    seen, state = run.ranks[rank].seen, run.ranks[rank].state
+    return seen is not None and state is not None and state.ended == RUNS and seen - state.alive <= SILENT
+
+
+def _silent(run: Run, states: States) -> tuple[int, ...]:
+    """Ranks of this machine that give no sign of life, while others of it do or did."""
+    return tuple(
+        rank
+        for rank, state in states.items()
+        if run.ranks[rank].seen is not None
+        and state.ended == RUNS
+        and _newest(run, states, rank) - state.alive > SILENT
+    )
+
+
+def _left(run: Run, states: States, patience: float) -> tuple[int, ...]:
+    """Those whose records end while they move, if they end before the others', which all stand."""
+    moving = tuple(rank for rank in states if _stood_s(run, states, rank) <= patience)
+    latest = max((state.alive for rank, state in states.items() if rank not in moving), default=0.0)
+    silent = (
+        states[rank].ended == RUNS
+        and not _lives(run, rank)
+        and (_newest(run, states, rank) - states[rank].alive > SILENT or latest - states[rank].alive > patience)
+        for rank in moving
+    )
+    return moving if len(moving) < len(states) and all(silent) else ()
+
+
+def _all_gone(run: Run, states: States) -> tuple[int, ...]:
+    """All ranks of this machine that have not ended, if none of them gives a sign of life any more."""
+    here = tuple(rank for rank, s in states.items() if s.ended == RUNS and run.ranks[rank].seen is not None)
+    return () if any(_lives(run, rank) for rank in here) else here
+
+
+def _ended_early(run: Run, states: States, patience: float) -> tuple[Finding, ...]:
+    """Ranks that came to their end before what others were in when they stood for long, raised or went."""
+    gone = _all_gone(run, states)
+
+    def waits(rank: int, state: State) -> bool:
+        stands = state.ended == RAISED or state.alive - state.since > patience
+        return state.ended != DONE and (rank in gone or bool(state.in_wire and stands))
+
+    def is_behind(rank: int, other: int) -> bool:
+        """Whether this rank has never come to what the other one is in."""
+        own, theirs = states[rank], states[other]
+        if theirs.step > own.step:
+            return True
+        if run.ranks[rank].head.mesh_host == run.ranks[other].head.mesh_host:
+            return bool(theirs.in_wire) and theirs.entered > own.entered
+        return _in_world(run, other, theirs) and theirs.world > own.world
+
+    waiting = [rank for rank, state in states.items() if waits(rank, state)]
+    # Who was stopped from outside is missed only by those that wait for it still.
+    early = tuple(
+        rank
+        for rank, state in states.items()
+        if any(
+            is_behind(rank, other) and (state.ended == DONE or (state.ended == STOPPED and _lives(run, other)))
+            for other in waiting
+        )
+    )
+    if not early:
+        return ()
+    last, further = states[early[0]], max((states[rank] for rank in waiting), key=lambda state: state.step)
+    what = f"others {'wait' if further.in_wire else 'are'} in step {further.step}"
+    return (
+        Finding(
+            "ended early",
+            early,
+            f"{_names(run, early)} came to its end after step {last.step}, while {what}",
+            tuple(f"{run.name(rank)}: {_doing(run, rank, states[rank])}" for rank in (*early, *waiting)),
+            "uneven data, or a way out of the loop that not all ranks take: give each as many batches as the others",
+        ),
+    )
 
 
 def _raised(run: Run, rank: int) -> Finding:
@@ -66,32 +175,36 @@ def _raised(run: Run, rank: int) -> Finding:
     )
 
 
-def _lost(run: Run, silent: tuple[int, ...], states: dict[int, State], now: float) -> Finding:
-    evidence = tuple(
-        f"{run.name(rank)}: the last sign of life came {now - states[rank].alive:.0f} s before the others', "
-        f"{_doing(run, rank, states[rank])}"
-        for rank in silent
-    )
+def _lost(run: Run, gone: tuple[int, ...], states: States) -> Finding:
+    def last_sign(rank: int) -> str:
+        before_s = _newest(run, states, rank) - states[rank].alive
+        if before_s > SILENT:
+            return f"the last sign of life came {before_s:.0f} s before the others'"
+        return "the records of its host end" if run.ranks[rank].seen is None else "it gives none any more"
+
+    is_far = any(run.ranks[rank].seen is None for rank in gone)
     return Finding(
         "lost",
-        silent,
-        f"{_names(run, silent)} no longer runs: killed, stopped, or its host is gone",
-        evidence,
+        gone,
+        f"{_names(run, gone)} no longer runs: killed, stopped, or its host is gone"
+        + (", if these records are no older than the others'" if is_far else ""),
+        tuple(f"{run.name(rank)}: {last_sign(rank)}, {_doing(run, rank, states[rank])}" for rank in gone),
         "look on its host for an out-of-memory kill (dmesg), a fault of the device, or the host's own end",
     )
 
 
-def _ended(run: Run, states: dict[int, State], now: float) -> Finding:
+def _ended(run: Run, states: States, gone: tuple[int, ...]) -> Finding:
     """Of processes that all went at once, as when one dies and its launcher ends the others."""
-    suspects = _never_come(_groups(run, states))
-    stood_s = max((now - states[rank].since for rank in states if rank not in suspects), default=0.0)
+    suspects = tuple(rank for rank in _never_come(_groups(run, states)) if rank in gone)
+    stood_s = max((_stood_s(run, states, rank) for rank in gone if rank not in suspects), default=0.0)
     waited = (
         f"; {_names(run, suspects)} had not come to what others had been in for {stood_s:.1f} s" if suspects else ""
     )
+    which = "all processes" if len(gone) == len(states) else f"all processes of {run.ranks[gone[0]].head.host}"
     return Finding(
         "lost",
-        suspects or tuple(states),
-        f"all processes went at once, none as it should{waited}",
+        suspects or gone,
+        f"{which} went at once, none as it should{waited}",
         tuple(f"{run.name(rank)}: {_doing(run, rank, state)}" for rank, state in states.items()),
         "the launcher's own output says which rank it lost first, and by which signal",
     )
@@ -125,7 +238,12 @@ class _Group:
         return any(in_wire for _, in_wire in self.places.values())
 
 
-def _groups(run: Run, states: dict[int, State]) -> tuple[_Group, ...]:
+def _in_world(run: Run, rank: int, state: State) -> bool:
+    """Whether the rank is in what all ranks do together."""
+    return bool(state.in_wire) and run.ranks[rank].kind_of(state.call).scope == "world"
+
+
+def _groups(run: Run, states: States) -> tuple[_Group, ...]:
     """The groups in which somebody keeps the job from going on: see the module docstring."""
 
     def inside(ranks: Iterable[int], awaited: bool) -> _Group:
@@ -133,9 +251,7 @@ def _groups(run: Run, states: dict[int, State]) -> tuple[_Group, ...]:
 
     if len(run.hosts) == 1:
         return (inside(states, awaited=False),)
-    in_world = {
-        rank: state.in_wire and run.ranks[rank].kind_of(state.call).scope == "world" for rank, state in states.items()
-    }
+    in_world = {rank: _in_world(run, rank, state) for rank, state in states.items()}
     world = _Group({rank: (state.world, int(in_world[rank])) for rank, state in states.items()})
     elsewhere = {rank for rank in world.behind or world.ranks if not in_world[rank]}
     if not elsewhere:
@@ -147,8 +263,8 @@ def _never_come(groups: tuple[_Group, ...]) -> tuple[int, ...]:
     return tuple(sorted(rank for group in groups for rank in group.never_come))
 
 
-def _hang(run: Run, states: dict[int, State], now: float) -> tuple[Finding, ...]:
-    stood_s = min(now - state.since for state in states.values())
+def _hang(run: Run, states: States) -> tuple[Finding, ...]:
+    stood_s = min(_stood_s(run, states, rank) for rank in states)
     groups = _groups(run, states)
     told = tuple(f"{run.name(rank)}: {_doing(run, rank, state)}" for rank, state in states.items())
     if computing := _never_come(groups):
@@ -178,7 +294,7 @@ def _hang(run: Run, states: dict[int, State], now: float) -> tuple[Finding, ...]
     )
 
 
-def _stuck(run: Run, group: _Group, states: dict[int, State], stood_s: float, told: tuple[str, ...]) -> Finding:
+def _stuck(run: Run, group: _Group, states: States, stood_s: float, told: tuple[str, ...]) -> Finding:
     """Of ranks that are all in the wire, or have left what others of them are in."""
     behind = group.behind
     if behind:

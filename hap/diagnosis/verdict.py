@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hap.diagnosis.finding import Finding
-from hap.diagnosis.hang import find_hang
+from hap.diagnosis.hang import find_hang, is_left_open
 from hap.diagnosis.links import find_slow_links
 from hap.diagnosis.run import Run
 from hap.diagnosis.slow import SLOWER, Slow, find_slow
@@ -33,9 +33,11 @@ class Diagnosis:
         if self.findings:
             first = self.findings[0]
             return f"{first.syndrome}: {first.summary}"
+        as_far = "; whether its ranks still run shows only where they do, not in a copy" * is_left_open(self.run)
         if self.slow is None:
-            return f"too few steps to say more than that nothing hangs ({len(self.run.steps)} of {FEW_STEPS})"
-        return f"healthy: {len(self.run.steps)} steps, {in_words(self.slow.step_s)} each"
+            few = f"({len(self.run.steps)} of {FEW_STEPS})"
+            return f"too few steps to say more than that nothing hangs {few}{as_far}"
+        return f"healthy: {len(self.run.steps)} steps, {in_words(self.slow.step_s)} each{as_far}"
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,11 +41,14 @@ from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 from hap.run_record import (
     DOING,
+    DONE,
     HEARTBEAT_S,
     OTHER,
     OTHER_KIND,
     PLAN,
+    RAISED,
     STATE_BYTES,
+    STOPPED,
     SUM_KIND,
     CallKind,
     Head,
@@ -120,7 +124,10 @@ class Recorder:
         self._clock = clock_of(comm.device)
         self._zero, zero = self._clock.mark(), time.perf_counter()
         self._file = path.open("w", encoding="utf-8", buffering=1)
+        self._failed = False  # a disk would not take more
         began = time.time()
+        state = rank_file(self.folder, comm.rank, "state")
+        self._state, self._memory = _mapped(state, began)
         head = Head(
             rank=comm.rank,
             world_size=comm.world_size,
@@ -129,10 +136,10 @@ class Recorder:
             pid=os.getpid(),
             began=began,
             mesh_host=mesh_host,
+            state_inode=state.stat().st_ino,
         )
         self._file.write(head.line())
         self._wall = began - zero  # what makes of ``perf_counter`` the host's clock
-        self._state, self._memory = _mapped(rank_file(self.folder, comm.rank, "state"), began)
         self._numbers: dict[object, int] = {}
         self._step, self._doing = 0, 0
         self._began = self._last = self._zero
@@ -154,7 +161,8 @@ class Recorder:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Write what is left, and that this rank ended as it should, or by ``error``. Twice is fine. Local."""
+        """Write what is left, and that this rank ended as it should, or by ``error``; by Ctrl-C and ``SystemExit``
+        without a failure it was stopped from outside. Twice is fine. Local."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -166,19 +174,30 @@ class Recorder:
             self._write()
         else:
             text = "".join(traceback.format_exception(error))
-            rank_file(self.folder, self.comm.rank, "error").write_text(text, encoding="utf-8")
+            with self._at_most_warned():
+                rank_file(self.folder, self.comm.rank, "error").write_text(text, encoding="utf-8")
         self._state.alive(time.time())
-        self._state.ended(1 if error is None else 2)
-        self._file.close()
+        self._state.ended(_how(error))
+        with self._at_most_warned():
+            self._file.close()
 
     def close_at_exit(self) -> None:
-        """For a script that does not know that it is recorded: closed when the interpreter ends."""
-        atexit.register(lambda: self.close(getattr(sys, "last_value", None)))
+        """For a script that does not know that it is recorded: closed when the interpreter ends.
+
+        The interpreter keeps the exception that it ends by, but no ``SystemExit``. One that came in the midst of a part
+        has left the part open, and counts as a stop from outside; of another one nothing is known here.
+        """
+
+        def close() -> None:
+            error = getattr(sys, "last_value", None)
+            self.close(SystemExit() if error is None and self._doing else error)
+
+        atexit.register(close)
 
     def probe(self) -> None:
         """Time the links between all ranks, each pair by itself: ``hap.runtime.probe``. Between steps. Collective."""
         seconds, nbytes = probe(self.comm)
-        self._file.write(ProbeLine(step=self._step, nbytes=nbytes, seconds=seconds).line())
+        self._put(ProbeLine(step=self._step, nbytes=nbytes, seconds=seconds).line())
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
@@ -255,10 +274,33 @@ class Recorder:
 
     def _number(self, key: object, kind: str, how: str, values: int, nbytes: int, scope: Scope) -> int:
         """A new one."""
-        number = self._numbers[key] = len(self._numbers) + 1
+        number = len(self._numbers) + 1
         told = CallKind(number=number, kind=kind, decomposition=how, values=values, nbytes=nbytes, scope=scope)
-        self._file.write(told.line())
+        self._put(told.line())
+        if self._failed:  # the state must not name a kind that nobody was told of
+            number = self._numbers.get(OTHER_KIND, OTHER) if scope == "host" else OTHER
+        self._numbers[key] = number
         return number
+
+    def _put(self, line: str) -> None:
+        """Into the file, unless that has failed before."""
+        if not self._failed:
+            with self._at_most_warned():
+                self._file.write(line)
+
+    @contextmanager
+    def _at_most_warned(self) -> Iterator[None]:
+        """Around what is written. A disk that is full ends the records of this rank, with one warning, but neither its
+        job nor its signs of life; links are timed all the same, as other ranks take part in that."""
+        try:
+            yield
+        except OSError as e:
+            if not self._failed:
+                self._failed = True
+                warnings.warn(
+                    f"record: rank {self.comm.rank} writes no more records from step {self._step} on ({e})",
+                    stacklevel=2,
+                )
 
     def _tell(self) -> None:
         self._since = time.perf_counter()
@@ -276,14 +318,14 @@ class Recorder:
 
     def _take(self, ended: Mark) -> None:
         """The step ends now, if one began."""
-        if self._parts:
+        if self._parts and not self._failed:
             self._taken.append(Taken(self._step, self._began, ended, self._parts, self._entries))
         self._parts, self._entries = [], []
 
     def _write(self) -> None:
         """The steps of which all is known by now."""
         while self._taken and self._clock.has_passed(self._taken[0].ended):
-            self._file.write(self._line(self._taken.pop(0)).line())
+            self._put(self._line(self._taken.pop(0)).line())
 
     def _line(self, taken: Taken) -> StepLine:
         def micros(mark: Mark) -> int:
@@ -316,7 +358,8 @@ class Recorder:
             since = self._since
             if time.perf_counter() - since > STILL_S and since != written_for:
                 written_for = since
-                with rank_file(self.folder, self.comm.rank, "stack").open("w", encoding="utf-8") as file:
+                path = rank_file(self.folder, self.comm.rank, "stack")
+                with self._at_most_warned(), path.open("w", encoding="utf-8") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
 
 
@@ -325,9 +368,18 @@ def pairs(marks: Sequence[Mark]) -> Iterator[tuple[Mark, Mark]]:
     return zip(marks[::2], marks[1::2], strict=False)
 
 
+def _how(error: BaseException | None) -> int:
+    """What a state says of an end by it."""
+    if error is None:
+        return DONE
+    was_stopped = isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0))
+    return STOPPED if was_stopped else RAISED
+
+
 def _mapped(path: Path, now: float) -> tuple[StateWriter, mmap.mmap]:
     with path.open("w+b") as file:
-        file.truncate(STATE_BYTES)
+        file.write(bytes(STATE_BYTES))  # so that the disk has room for it: a store into a hole that gets none is fatal
+        file.flush()
         memory = mmap.mmap(file.fileno(), STATE_BYTES)
     return StateWriter(memoryview(memory), now), memory
 

@@ -122,10 +122,12 @@ def job(
     return Run(tuple(named), plan)
 
 
-def with_states(run: Run, states: Sequence[State | None], errors: Sequence[str | None] = ()) -> Run:
-    """The same job, its ranks last seen so."""
+def with_states(
+    run: Run, states: Sequence[State | None], errors: Sequence[str | None] = (), seen: float | None = None
+) -> Run:
+    """The same job, its ranks last seen so, at this time of their clock; None: on another machine, or in a copy."""
     said = [*errors, *[None] * (len(states) - len(errors))]
-    ranks = tuple(r._replace(state=s, error=e) for r, s, e in zip(run.ranks, states, said, strict=True))
+    ranks = tuple(r._replace(state=s, error=e, seen=seen) for r, s, e in zip(run.ranks, states, said, strict=True))
     return Run(ranks, run.plan)
 
 

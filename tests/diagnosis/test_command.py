@@ -10,7 +10,7 @@ import pytest
 from hap.cluster import ClusterSpec
 from hap.diagnosis.run import Run
 from hap.report.measured import load_run
-from hap.run_record import PLAN
+from hap.run_record import PLAN, STATE_BYTES, StateWriter, rank_file
 from tests._support.jobs import job, plan_of, steady
 from tests.report.plans import cluster_of_four, four
 from tests.test_cli import invoke
@@ -36,6 +36,15 @@ def slow(folder: Path) -> str:
 def test_a_healthy_run_is_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = invoke(capsys, "diagnose", recorded(tmp_path, job(*steady(UNEQUAL), plan=plan_of(UNEQUAL, 0.4))))
     assert code == 0 and out.startswith("healthy: 27 steps, 38")
+
+
+def test_a_copy_cannot_say_whether_ranks_still_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = recorded(tmp_path, job(*steady(UNEQUAL), plan=plan_of(UNEQUAL, 0.4)))
+    for rank in range(4):
+        StateWriter(memoryview(raw := bytearray(STATE_BYTES)), 5.0).alive(6.0)
+        rank_file(tmp_path, rank, "state").write_bytes(raw)
+    code, out, _ = invoke(capsys, "diagnose", folder)
+    assert code == 0 and "each; whether its ranks still run shows only where they do, not in a copy\n" in out
 
 
 def test_a_finding_is_1_and_goes_into_a_cluster_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

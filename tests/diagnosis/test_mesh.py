@@ -131,7 +131,7 @@ def found(hosts: Sequence[int], *states: State, at: float = NOW + 1) -> list[tup
 
 def findings(hosts: Sequence[int], *states: State, at: float = NOW + 1) -> tuple[Finding, ...]:
     run = job(*steady([0.1] * len(states), steps=4))
-    return find_hang(with_states(Run(on_hosts(run.ranks, hosts), None), states), at)
+    return find_hang(with_states(Run(on_hosts(run.ranks, hosts), None), states, seen=at))
 
 
 IN_HOST, IN_WORLD = state(WAITS, 5, 21, GATHER), state(WAITS, 6, 22)

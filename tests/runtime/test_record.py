@@ -23,7 +23,7 @@ from hap.diagnosis.traffic import find_traffic
 from hap.diagnosis.verdict import diagnose
 from hap.errors import ProgramError
 from hap.plan import Plan
-from hap.run_record import PLAN, RecordError, read_folder
+from hap.run_record import PLAN, STOPPED, RecordError, read_folder
 from hap.runtime import record
 from hap.runtime.collectives import Communicator
 from hap.runtime.program import HapProgram
@@ -161,6 +161,8 @@ def broken(rank: int, plan: Plan, folder: str, what: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1 and what == "raises":
             raise ValueError("a broken sample")
+        if rank == 1 and what == "stopped":
+            raise KeyboardInterrupt
         while rank == 1 and what == "hangs" and not (Path(folder) / "go on").exists():
             time.sleep(0.02)
         train(program, 1)
@@ -203,6 +205,15 @@ def test_a_rank_that_ends_is_found_and_not_those_it_left_alone(
     (found,) = diagnose(load_run(tmp_path)).findings
     assert (found.syndrome, found.ranks) == (syndrome, (1,))
     assert what == "killed" or "ValueError: a broken sample" in found.summary
+
+
+def test_a_job_that_is_stopped_from_outside_has_no_one_to_blame(tmp_path: Path) -> None:
+    with pytest.raises(RankError):
+        run_alike(RANKS, broken, net_plans()["data"], str(tmp_path), "stopped")
+    run = load_run(tmp_path)
+    assert hang.find_hang(run) == ()
+    assert run.ranks[1].state is not None and run.ranks[1].state.ended == STOPPED
+    assert all(told.seen is not None for told in run.ranks)
 
 
 # ---- a clock that lags behind, as a GPU's does ----

@@ -16,7 +16,6 @@ labels, is done as with any mask's (``selected``).
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -29,7 +28,7 @@ from hap.capture.routes import Route, Routes
 from hap.capture.rows import Rows, indexed, rows_in
 from hap.capture.seen import Seen
 from hap.capture.selected import Selected, SelectionError
-from hap.capture.together import Call, Read, Together, Unlike, made_of, reads_in
+from hap.capture.together import Call, Read, State, Together, Unlike, made_of, reads_in
 from hap.capture.torch_private import is_alias
 
 _META = frozenset(
@@ -68,7 +67,7 @@ class _Written(NamedTuple):
     to: Seen
     rows: Rows
     dims: tuple[int, ...]
-    state: tuple[Any, ...]
+    state: State
 
 
 Owed = list[list[_Written]]
@@ -154,8 +153,11 @@ class Routed:
             term = term.args[0]  # as a change in place does
         is_sum = isinstance(term, Call) and getattr(term.func, "__name__", "").strip("_") in ("add", "radd")
         if isinstance(term, Call) and is_sum and not term.kwargs and len(term.args) == 2:
-            for own, other in (term.args, term.args[::-1]):
-                if isinstance(own, Read) and _is_same(self._now(own), target.term) and reads_in(other):
+            grads = target.term.state.grads
+            is_sum = value.term.state.grads == term.state.grads == grads
+            for own, other in (term.args, term.args[::-1]) if is_sum else ():
+                is_own = isinstance(own, Read) and own.state.grads == grads and _is_same(self._now(own), target.term)
+                if is_own and reads_in(other):
                     return self._remember(_Kind.ADDED, to, value.like(other, value.behind, None), target.term)
         return len(dims) == value.route.ids.tensor.dim() and self._remember(_Kind.SET, to, value, target.term)
 
@@ -187,7 +189,7 @@ class Routed:
             elif one.is_owed or (is_alias(one.source.tensor, to) and not (kind is _Kind.SET and _is_same(one, target))):
                 return False
         owed = self._owed_to(to)
-        owed.append(_Written(kind, Seen.now(to), rows.like(rows.term, rows.behind, None), target.dims, _state()))
+        owed.append(_Written(kind, Seen.now(to), rows.like(rows.term, rows.behind, None), target.dims, State.now()))
         if len(owed) == 1:
             self._written.append(owed)
         return True
@@ -282,14 +284,14 @@ class _Computed(NamedTuple):
         routes: Routes,
     ) -> _Computed:
         ids = written[0].rows.route.ids.tensor
-        with _as(written[0].state):
+        with written[0].state.again():
             together = Together(ids, [one.rows.route.number for one in written], routes.limit(ids), routes.part_of)
             return cls(written[0], together, together.at_places([one.rows.term for one in written]))
 
     def write(self) -> None:
         first, together, found = self.of_first, self.together, self.found
         to, dims, left = first.to.tensor, first.dims, list(range(len(together.grid)))
-        with _as(first.state):
+        with first.state.again():
             if first.kind is not _Kind.SET:
                 over = [d for d in left if d not in dims]
                 found = together.where_any(found, 0)
@@ -344,15 +346,3 @@ def _tensors(arguments: Any) -> Iterator[torch.Tensor]:
     elif isinstance(arguments, (tuple, list)):
         for one in arguments:
             yield from _tensors(one)
-
-
-def _state() -> tuple[bool, bool, torch.dtype]:
-    """What decides how functions are called: whether gradients are wanted, and autocast with its dtype."""
-    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-
-@contextlib.contextmanager
-def _as(state: tuple[bool, bool, torch.dtype]) -> Iterator[None]:
-    grads, casts, dtype = state
-    with torch.set_grad_enabled(grads), torch.autocast("cpu", dtype=dtype, enabled=casts, cache_enabled=False):
-        yield

@@ -102,7 +102,7 @@ class Routes:
             self._hot[id(found)] = _Hot(Seen.now(found), Seen.now(self._first(x)), (*range(x.dim()), -1))
         elif hot is not None and hot.tensor.is_unchanged and hot.ids.is_unchanged:
             self._note_hot(hot, name, args, kwargs, found)
-        elif name == "getitem" and type(args[0]) is int and x.dim() > 1:
+        elif name == "getitem" and type(args[0]) is int and x.dim() > 1 and not _is_cut_off(x):
             self._slices[id(found)] = _Slice(found, x, args[0] % x.shape[0])
 
     def _note_hot(
@@ -138,6 +138,11 @@ class Routes:
             limit = known.limit if known is not None and known.ids.is_unchanged else None
         if limit is not None:
             self._below[id(ids)] = _Below(Seen.now(ids), limit)
+
+
+def _is_cut_off(x: torch.Tensor) -> bool:
+    """Whether what is made of it now has none of the gradients that it gets itself."""
+    return x.requires_grad and not torch.is_grad_enabled()
 
 
 def _is_whole_numbers(x: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from hap.capture.routes import Route
 from hap.capture.seen import Seen
 from hap.capture.selected import OF_PLACES, SAFE, Selected, SelectionError
-from hap.capture.together import MATRIX, NORMS, Call, Part, Read, Term, reads_in
+from hap.capture.together import MATRIX, NORMS, Call, Part, Read, Term, as_selected, reads_in
 
 _MORE = """
     celu clamp_max clamp_min div dropout elu hardsigmoid hardswish hardtanh leaky_relu maximum minimum mish pow rdiv
@@ -77,7 +77,8 @@ class Rows:
 
     def selected(self) -> Selected:
         """The same as what the mask selects. SelectionError where they were read in another way."""
-        found = None if self.lead else _selected(self.term, {})
+        is_read = all(read.selected is not None for read in reads_in(self.term))
+        found = as_selected(self.term, {}) if is_read and not self.lead else None
         if not isinstance(found, Selected):
             raise _refused("a use")
         return found
@@ -190,6 +191,8 @@ def _written_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of: 
             raise SelectionError(f"{own} of rows that are sent to one expert: the same function out of place")
         if one._dtype is None:
             raise SelectionError(f"{own} of rows of several dtypes: the same function out of place")
+        if one.term.state.grads and not torch.is_grad_enabled():  # the gradient would be that of what was there before
+            raise SelectionError(f"{own} without gradients of rows that have some: the same function out of place")
         one.term = found.term if found._dtype == one._dtype else Call(torch.Tensor.to, (found.term, one._dtype), {})
         return one
     if "out" in kwargs:
@@ -202,7 +205,7 @@ def _written_down(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], of: 
     term = Call(func, _with(args, _term, Seen.now), _with(kwargs, _term, Seen.now))
     if name in _CUTTING:
         return _parts(one, name, term, args, kwargs)
-    found = one.like(term, behind, _dtype(name, one, args, kwargs, of))
+    found = one.like(term, behind, _dtype(func, name, one, args, kwargs, of))
     if name in _SHARING and (found._dtype is None or found._dtype == one._dtype):
         one._is_shared = found._is_shared = True
     return found
@@ -283,7 +286,8 @@ def _behind(one: Rows, dim: Any) -> int:
     return found
 
 
-def _dtype(name: str, one: Rows, args: Any, kwargs: Any, of: Sequence[Rows]) -> torch.dtype | None:
+def _dtype(func: Any, name: str, one: Rows, args: Any, kwargs: Any, of: Sequence[Rows]) -> torch.dtype | None:
+    """None if it is not known. Under autocast it is that of the same call of no rows, which a graph leaves out."""
     if name in _COMPARING:
         return torch.bool
     if name in _CASTS:
@@ -293,6 +297,9 @@ def _dtype(name: str, one: Rows, args: Any, kwargs: Any, of: Sequence[Rows]) -> 
             if isinstance(given, (torch.dtype, torch.Tensor, Rows)):
                 return given if isinstance(given, torch.dtype) else given.dtype
         return one._dtype
+    if torch.is_autocast_enabled("cpu") and name != "dropout" and all(r._dtype is not None for r in of):
+        with torch.no_grad():
+            return func(*_with(args, _none), **_with(kwargs, _none)).dtype
     others = {a.dtype for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.dim()}
     dtypes = {r._dtype for r in of} | others
     return dtypes.pop() if len(dtypes) == 1 and kwargs.get("dtype") is None else None
@@ -371,22 +378,5 @@ def _term(one: Rows) -> Term:
     return one.term
 
 
-def _selected(term: Any, done: dict[int, Any]) -> Any:
-    """A term's value, of what the mask selects. SelectionError where it cannot be."""
-    if isinstance(term, Seen):
-        return term.as_it_was
-    if isinstance(term, (tuple, list)):
-        return type(term)(_selected(one, done) for one in term)
-    if not isinstance(term, (Read, Call, Part)):
-        return term
-    if id(term) not in done:
-        if isinstance(term, Read):
-            done[id(term)] = term.selected
-            if term.selected is None:
-                raise _refused("a use")
-        elif isinstance(term, Part):
-            done[id(term)] = _selected(term.call, done)[term.number]
-        else:
-            args, kwargs = _selected(term.args, done), {k: _selected(a, done) for k, a in term.kwargs.items()}
-            done[id(term)] = Selected.__torch_function__(term.func, (Selected,), args, kwargs)
-    return done[id(term)]
+def _none(one: Rows) -> torch.Tensor:
+    return torch.zeros(0, *one.behind, dtype=one.dtype)

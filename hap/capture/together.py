@@ -6,13 +6,18 @@
 
 The first becomes ``hap.expert_mm`` (``experts``), so nothing is gathered when it runs. All other functions are of each
 row alone, and are called as they are with all rows. Parameters that are parts of one tensor are not stacked again.
+
+All is computed later than the user called it, so a call keeps what decided how it was to be made: whether gradients
+were wanted, and autocast. Experts that differ in it are not called together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -30,6 +35,24 @@ class Unlike(SelectionError):
     """Experts that cannot be called together, but one after another."""
 
 
+class State(NamedTuple):
+    """What decides how functions are called: whether gradients are wanted, and autocast with its dtype."""
+
+    grads: bool
+    casts: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> State:
+        return cls(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        casts = torch.autocast("cpu", dtype=self.dtype, enabled=self.casts, cache_enabled=False)
+        with torch.set_grad_enabled(self.grads), casts:
+            yield
+
+
 @dataclass(frozen=True, eq=False)
 class Read:
     """``source`` at a row's place along these ``dims`` of the ids, which are its first ones; then ``rest`` of an index.
@@ -40,6 +63,7 @@ class Read:
     rest: tuple[Any, ...] = ()
     selected: Selected | None = None
     is_owed: bool = False
+    state: State = field(default_factory=State.now)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +73,7 @@ class Call:
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    state: State = field(default_factory=State.now)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +82,10 @@ class Part:
 
     call: Call
     number: int
+
+    @property
+    def state(self) -> State:
+        return self.call.state
 
 
 Term = Read | Call | Part
@@ -80,6 +109,26 @@ def made_of(term: Any) -> list[Read | Seen]:
 
 def reads_in(term: Any) -> list[Read]:
     return [one for one in made_of(term) if isinstance(one, Read)]
+
+
+def as_selected(term: Any, done: dict[int, Any]) -> Any:
+    """A term's value, of what the mask selects. SelectionError where it cannot be."""
+    if isinstance(term, Seen):
+        return term.as_it_was
+    if isinstance(term, (tuple, list)):
+        return type(term)(as_selected(one, done) for one in term)
+    if not isinstance(term, (Read, Call, Part)):
+        return term
+    if id(term) not in done:
+        if isinstance(term, Read):
+            done[id(term)] = term.selected
+        elif isinstance(term, Part):
+            done[id(term)] = as_selected(term.call, done)[term.number]
+        else:
+            args, kwargs = as_selected(term.args, done), {k: as_selected(a, done) for k, a in term.kwargs.items()}
+            with term.state.again():
+                done[id(term)] = Selected.__torch_function__(term.func, (Selected,), args, kwargs)
+    return done[id(term)]
 
 
 class Each:
@@ -142,10 +191,11 @@ class Together:
 
     def _computed(self, alike: tuple[Term, ...]) -> Any:
         first = alike[0]
-        if any(type(term) is not type(first) for term in alike):
+        if any(type(term) is not type(first) or term.state != first.state for term in alike):
             raise _unlike()
         if isinstance(first, Read):
-            return self._read(alike)
+            with first.state.again():
+                return self._read(alike)
         if isinstance(first, Part):
             if any(term.number != first.number for term in alike):  # type: ignore[union-attr]
                 raise _unlike()
@@ -154,7 +204,8 @@ class Together:
             raise _unlike()
         args = self._argument(tuple(term.args for term in alike))  # type: ignore[union-attr]
         kwargs = {k: self._argument(tuple(term.kwargs[k] for term in alike)) for k in first.kwargs}  # type: ignore[union-attr]
-        return self._called(first.func, args, kwargs)
+        with first.state.again():
+            return self._called(first.func, args, kwargs)
 
     def _read(self, alike: Sequence[Any]) -> torch.Tensor:
         dims, rest, source = alike[0].dims, alike[0].rest, alike[0].source.as_it_was
@@ -190,14 +241,15 @@ class Together:
             raise _unlike()
         key = tuple(map(id, tensors))
         if key not in self._each:
-            parts = [self.part_of(t) for t in tensors]
-            whole = parts[0][0] if parts[0] is not None else None
-            if any(p is None or p[0] is not whole for p in parts):
-                whole = None
-            if whole is not None:
-                numbers = [number for _, number in parts]  # type: ignore[misc]
-                whole = whole if numbers == list(range(whole.shape[0])) else whole[numbers]
-            self._each[key] = Each(tensors, whole)
+            with torch.enable_grad():  # others may be called with it than those that want none
+                parts = [self.part_of(t) for t in tensors]
+                whole = parts[0][0] if parts[0] is not None else None
+                if any(p is None or p[0] is not whole for p in parts):
+                    whole = None
+                if whole is not None:
+                    numbers = [number for _, number in parts]  # type: ignore[misc]
+                    whole = whole if numbers == list(range(whole.shape[0])) else whole[numbers]
+                self._each[key] = Each(tensors, whole)
         return self._each[key]
 
     def _called(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -213,10 +265,17 @@ class Together:
             return torch.bmm(args[0].unsqueeze(1), weight).squeeze(1)
         if func in NORMS:
             return self._norm(func, *args, **kwargs)
-        dims = max(
-            a.dim() - 1 for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and self._is_of_rows(a)
-        )
-        return func(*(self._of_rows(a, dims) for a in args), **{k: self._of_rows(a, dims) for k, a in kwargs.items()})
+        given = [a.stacked[0] if isinstance(a, Each) else a for a in (*args, *kwargs.values())]
+        dims = max(a.dim() - 1 for a in given if isinstance(a, torch.Tensor) and self._is_of_rows(a))
+        dtypes = [a.dtype for a in given if isinstance(a, torch.Tensor) and a.dim()]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+
+        def of_rows(argument: Any) -> Any:
+            found = self._of_rows(argument, dims)
+            is_number = isinstance(argument, Each) and argument.stacked.dim() == 1 and dtype.is_floating_point
+            return found.to(dtype) if is_number else found  # a number's own dtype tells nothing
+
+        return func(*map(of_rows, args), **{k: of_rows(a) for k, a in kwargs.items()})
 
     def _safe(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """Rows of no expert, whose gradient is 0, may not come where a derivative is infinite."""
@@ -239,7 +298,7 @@ class Together:
             found = functional.linear(input, weight)
         else:
             found = torch.bmm(weight.stacked[self.of_row], input.unsqueeze(2)).squeeze(2)
-        return found if bias is None else found + self._of_rows(bias, 1)
+        return found if bias is None else found + self._of_rows(bias, 1).to(found.dtype)  # which autocast may tell
 
     def _norm(
         self,
@@ -257,8 +316,10 @@ class Together:
             found = functional.rms_norm(input, normalized_shape, None, *others, **named)
         else:
             found = functional.layer_norm(input, normalized_shape, None, None, *others, **named)
+        dtype = found.dtype  # whatever those of the parameters are
         found = found if weight is None else found * self._of_rows(weight, dims)
-        return found if bias is None else found + self._of_rows(bias, dims)
+        found = found if bias is None else found + self._of_rows(bias, dims)
+        return found.to(dtype)
 
     def _of_rows(self, argument: Any, dims: int) -> Any:
         """What is of each expert as one for every row, with so many dims behind; anything else as it is."""

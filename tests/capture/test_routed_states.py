@@ -1,5 +1,5 @@
 """What is made of rows of experts is computed later than it is called: as it was called, without gradients or with
-them, and under the autocast of the call."""
+them, under the autocast of the call, and before a function with a backward of its own looks at it."""
 
 from __future__ import annotations
 
@@ -151,6 +151,50 @@ def to_what_was_read_without(m: Mixture, x: T, _: T) -> T:
 def test_gradients_that_no_graph_has_are_refused(then: Then, words: str) -> None:
     with pytest.raises(CaptureError, match=words):
         capture(mixture(then), batch())
+
+
+# -- functions with a backward of their own --------------------------------------------------------------------------
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: T) -> T:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: object, g: T) -> T:
+        return g
+
+
+STRAIGHT = Straight.apply  # before anything is captured
+
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["itself", "a view"])
+@pytest.mark.parametrize("index_add", [False, True], ids=["+=", "index_add_"])
+@pytest.mark.parametrize("straight", [lambda x: Straight.apply(x), STRAIGHT], ids=["apply", "an apply of before"])
+def test_a_function_of_what_rows_are_added_to_gives_experts_gradients(
+    straight: Callable[[T], T], index_add: bool, is_view: bool
+) -> None:
+    def then(m: Mixture, x: T, _: T) -> T:
+        x = m.other(x)
+        weight, ids = m.routed(x)
+        y = torch.zeros_like(x)
+        half = y[:, ::2]
+        for e, expert in enumerate(m.experts):
+            row, nth = torch.where(ids == e)
+            if index_add:
+                y.index_add_(0, row, weight[row, nth, None] * expert(x[row]))
+            else:
+                y[row] += weight[row, nth, None] * expert(x[row])
+        return x + (straight(half).repeat(1, 2) if is_view else straight(y))
+
+    graph = assert_equals_eager(mixture(then), batch())
+    assert {"router.weight", "experts.0.up.weight"} <= graph.gradients.keys()
+
+
+def test_a_function_of_rows_is_refused_whenever_its_apply_was_read() -> None:
+    with pytest.raises(CaptureError, match="Straight, a function with a backward of its own"):
+        capture(mixture(loop(lambda m, e, h: STRAIGHT(h))), batch())
 
 
 # -- autocast --------------------------------------------------------------------------------------------------------

@@ -158,6 +158,11 @@ class Routed:
             for own, other in (term.args, term.args[::-1]) if is_sum else ():
                 is_own = isinstance(own, Read) and own.state.grads == grads and _is_same(self._now(own), target.term)
                 if is_own and reads_in(other):
+                    if not self._routes.is_once(value.route, set(range(value.route.ids.tensor.dim())) - set(dims)):
+                        raise SelectionError(
+                            "`+=` of rows for an expert by ids that may name it twice for one row, as those of topk do "
+                            "not: then only one of both is added, so use index_add_, which adds them all"
+                        )
                     return self._remember(_Kind.ADDED, to, value.like(other, value.behind, None), target.term)
         return len(dims) == value.route.ids.tensor.dim() and self._remember(_Kind.SET, to, value, target.term)
 

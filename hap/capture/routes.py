@@ -1,16 +1,17 @@
 """Masks of experts: ``ids == e``, or a part of ``one_hot(ids)``, as they are made while a model is traced.
 
-Beside them it is noted how large ids can be, as those from ``topk`` number the scores, and which parameters are parts
-of one tensor, as experts' often are.
+Beside them it is noted how large ids can be, as those from ``topk`` number the scores, whether some may be alike
+(``distinct``), and which parameters are parts of one tensor, as experts' often are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from hap.capture.distinct import Distinct
 from hap.capture.seen import Seen
 
 _INDICES = frozenset({"topk", "sort", "max", "min"})  # the second of their results
@@ -64,6 +65,7 @@ class Routes:
         self._masks: dict[int, Route] = {}  # by the mask's id, as all here is by that of a tensor
         self._hot: dict[int, _Hot] = {}
         self._below: dict[int, _Below] = {}
+        self._distinct = Distinct()
         self._slices: dict[int, _Slice] = {}
 
     def of(self, mask: torch.Tensor) -> Route | None:
@@ -74,6 +76,10 @@ class Routes:
     def limit(self, ids: torch.Tensor) -> int | None:
         found = self._below.get(id(ids))
         return found.limit if found is not None and found.ids.is_unchanged else None
+
+    def is_once(self, route: Route, dims: Collection[int]) -> bool:
+        """Whether it is known that the mask is set once at most along all of these dims of the ids together."""
+        return self._distinct.is_once(route.ids.tensor, dims, route.number)
 
     def part_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
         found = self._slices.get(id(tensor))
@@ -88,6 +94,7 @@ class Routes:
         if isinstance(found, torch.Tensor):
             self._note_mask(name, x, args[1:], kwargs, found)
         self._note_below(name, x, args[1:], kwargs, found)
+        self._distinct.note(func, args, kwargs, found)
 
     def _note_mask(
         self, name: str, x: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: torch.Tensor

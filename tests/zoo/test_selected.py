@@ -229,6 +229,13 @@ def of_shared_memory(y):
     return (first * second).sum()
 
 
+def without_gradients(y):
+    first = y[EACH]
+    with torch.no_grad():
+        first *= 2
+    return first.square().sum()
+
+
 def to_another_dtype(y):
     counts = y.argmax(-1)[PLACES]
     counts *= 1.5
@@ -325,6 +332,7 @@ REFUSED = {
     "written for a column": (written(lambda y: y[PLACES], of=(PLACES, 0)), "where the same tensor as the mask says"),
     "functions in place": (in_place, "exp_ of what a mask selects"),
     "in place of shared memory": (of_shared_memory, "may share memory"),
+    "in place without gradients": (without_gradients, "in place, without gradients, of what a mask selects"),
     "in place to another dtype": (to_another_dtype, "to another shape or dtype"),
     "into a tensor": (lambda y: torch.add(y[EACH], 1, out=torch.zeros(1)).sum(), "into a tensor of one's own"),
     "unlike dims": (lambda y: (y[..., :1][PLACES] * VALUES[..., 0][PLACES]).sum(), "unlike numbers of dims"),

@@ -21,6 +21,7 @@ _GOLDEN_64 = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 _GOLDEN_32 = 0x9E3779B9
 WIDTH = 32
 _CACHED = 1 << 16  # elements that a core works on at a time: what is done with them stays in its cache
+_CACHED_ON_GPU = 1 << 22  # that a GPU does: what lies between the calls takes little of its memory
 
 Place = Sequence[int]  # dim, outer, n, unit, start; of what the five before say, if there are any
 
@@ -35,13 +36,14 @@ def drawn(
 ) -> torch.Tensor:
     """What ``make`` gives of 32 random bits for each element: the local ``shape`` in ``dtype``, on the seed's device.
 
-    ``make`` is elementwise, of int32 that it may overwrite. On a CPU it is called for a few rows at a time.
+    ``make`` is elementwise, of int32 that it may overwrite. It is called for so many rows at a time as a cache holds.
     """
     size, device = list(shape) or [1], seed.device
     columns = _positions(size, len(size) - 1, shard, device).to(torch.int32) * _signed(_GOLDEN_32, 32)
     row_keys = _mix_64(_row_numbers(size, shard, device) * _signed(_GOLDEN_64, 64) + _key(seed, site)).reshape(-1, 1)
     low, high = row_keys.to(torch.int32), (row_keys >> 32).to(torch.int32)
-    rows = _CACHED * torch.get_num_threads() // max(1, len(columns)) if device.type == "cpu" else len(row_keys)
+    cached = _CACHED * torch.get_num_threads() if device.type == "cpu" else _CACHED_ON_GPU
+    rows = cached // max(1, len(columns))
     if rows >= len(row_keys):
         return make(_mixed(columns, low, high)).to(dtype).reshape(tuple(shape))
     found = torch.empty((len(row_keys), len(columns)), dtype=dtype, device=device)

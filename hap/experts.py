@@ -53,7 +53,9 @@ def expert_mm_weight(
     order, ends = _sorted(_own(ids, experts, place), experts)
     rows, grads = x[order], grad[order]
     if experts and _grouped_applies(rows, grads):
-        return torch.nn.functional.grouped_mm(rows.t(), grads, offs=ends)
+        found = torch.nn.functional.grouped_mm(rows.t(), grads, offs=ends)
+        rowless = torch.diff(ends, prepend=ends.new_zeros(1)) == 0  # whose products some GPUs leave unwritten
+        return found.masked_fill_(rowless.view(-1, 1, 1), 0.0)
     found = x.new_zeros(experts, x.shape[1], grad.shape[1])
     for expert, (start, end) in enumerate(_ranges(ends)):
         found[expert] = rows[start:end].t() @ grads[start:end]

@@ -87,5 +87,19 @@ def test_pytorchs_grouped_product_gives_the_same(monkeypatch: pytest.MonkeyPatch
             torch.testing.assert_close(ours, theirs)
 
 
+def test_experts_without_rows_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some GPUs' kernels leave the memory of a product of nothing as it was (pytorch/pytorch#172439)."""
+    own = torch.nn.functional.grouped_mm
+
+    def leaving(rows: torch.Tensor, grads: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+        nothing = torch.diff(offs, prepend=offs.new_zeros(1)) == 0
+        return own(rows, grads, offs=offs).masked_fill(nothing.view(-1, 1, 1), torch.nan)
+
+    x, grad, at = drawn(S, K, dtype=torch.float32), drawn(S, N, dtype=torch.float32), torch.arange(S) % 2 * (E - 1)
+    monkeypatch.setattr(room, "_grouped_applies", lambda *factors: True)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaving)
+    torch.testing.assert_close(expert_mm_weight(x, grad, at, E), defined_weight(x, grad, at))
+
+
 def test_the_grouped_product_is_for_gpus() -> None:
     assert not room._grouped_applies(drawn(S, K, dtype=torch.bfloat16), drawn(E, K, 16, dtype=torch.bfloat16))

@@ -47,9 +47,12 @@ def _numbers(roots: Sequence[object]) -> dict[str, float]:
 
 
 def _inside(name: str, one: Any, depth: int, known: set[int]) -> Iterator[tuple[str, float]]:
-    """The numbers in a module, which is at depth 0, a container or an object."""
-    items = {} if id(one) in known else _items(one, depth)
+    """The numbers in a module, which is at depth 0, a container or an object. A module inside of another is none here:
+    it comes at depth 0 itself."""
+    if id(one) in known or (depth > 0 and isinstance(one, nn.Module)):
+        return
     known.add(id(one))
+    items = _items(one)
     for key, value in items.items() if depth == 0 or len(items) <= _MOST else ():
         if isinstance(value, (int, float)):
             yield f"{name}.{key}", value
@@ -57,12 +60,12 @@ def _inside(name: str, one: Any, depth: int, known: set[int]) -> Iterator[tuple[
             yield from _inside(f"{name}.{key}", value, depth + 1, known)
 
 
-def _items(one: Any, depth: int) -> Mapping[Any, Any]:
-    """What is in it: modules inside of others are looked into by themselves, and tensors are no containers."""
+def _items(one: Any) -> Mapping[Any, Any]:
+    """What is in it. Tensors are no containers."""
     if isinstance(one, dict):
         return one
     if isinstance(one, (list, tuple)):
         return dict(enumerate(one))
-    if isinstance(one, (torch.Tensor, *_CODE)) or (depth > 0 and isinstance(one, nn.Module)):
+    if isinstance(one, (torch.Tensor, *_CODE)):
         return {}
     return getattr(one, "__dict__", {})

@@ -15,7 +15,7 @@ from hap.capture.seen import Seen
 from hap.capture.torch_private import pytree, untraced
 
 _FINDING = frozenset({"topk", "sort", "argsort"})
-_COPYING = frozenset({"contiguous", "detach", "clone", "to", "type_as", "long", "int", "cpu", "cuda"})
+_COPYING = frozenset({"contiguous", "detach", "clone", "to", "type", "type_as", "long", "int", "cpu", "cuda"})
 _RESHAPING = frozenset({"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"})
 _MOVING = frozenset({"permute", "transpose", "t", "T", "mT", "movedim", "moveaxis", "swapaxes", "swapdims", "expand"})
 _CUTTING = frozenset({"getitem", "select", "narrow", "chunk", "split", "unbind"})
@@ -53,6 +53,7 @@ class Distinct:
             return
         at = next((n for n, a in enumerate(args) if self._known(a) is not None), 0)
         known, others = self._known(args[at]), [a for n, a in enumerate(args) if n != at]
+        others += [kwargs["value"]] if name == "masked_fill" and "value" in kwargs else []
         if known is None or (at and name != "where"):
             return
         if name in _CUTTING | _MOVING:

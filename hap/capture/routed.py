@@ -32,9 +32,8 @@ from hap.capture.together import Call, Read, State, Together, Unlike, made_of, r
 from hap.capture.torch_private import is_alias
 
 _META = frozenset(
-    ["device", "dim", "dtype", "is_cuda", "is_floating_point", "layout", "ndim", "numel", "requires_grad"]
+    ["device", "dim", "dtype", "is_cuda", "is_floating_point", "layout", "ndim", "numel", "shape", "size"]
 )
-_META |= {"shape", "size"}
 _INDEX_AT: Mapping[Any, int] = {
     torch.Tensor.__getitem__: 1,
     torch.Tensor.__setitem__: 1,

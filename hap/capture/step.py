@@ -86,11 +86,10 @@ class Step(nn.Module):
             respelled.assign(new)
             self.assigned = tuple(new)
             found = [find_output(output, name).detach().clone() for name in self.outputs]
-            found += [buffer.detach().clone() for buffer in new.values()]
             with self.outside.lent(model):
                 loss = find_loss(output, loss_fn, call.targets)
                 respelled.settle()
-                return loss, *found
+                return loss, *found, *(buffer.detach().clone() for buffer in new.values())
 
     def failed_module(self, error: Exception) -> str:
         """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""

@@ -45,6 +45,7 @@ DISTINCT: dict[str, Callable[[T], T]] = {
     "a chunk": lambda s: s.argsort().chunk(2, -1)[1],
     "a split": lambda s: s.argsort().split([1, 3], dim=-1)[1],
     "some are for none": lambda s: s.topk(2)[1].masked_fill(s[:, :2] < 0.2, -1),
+    "some are for none, by name": lambda s: s.topk(2)[1].type(torch.int32).masked_fill(s[:, :2] < 0.2, value=-1),
     "some are for none, by where": lambda s: torch.where(s[:, :2] > 0.2, s.topk(2)[1], EXPERTS),
     "some are for none, by where the other way": lambda s: torch.where(s[:, :2] < 0.2, EXPERTS, s.topk(2)[1]),
     "counted from one": lambda s: 1 + s.topk(2)[1] - 1,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hap.capture import capture
 from hap.errors import CaptureError
@@ -169,9 +170,21 @@ class Straight(torch.autograd.Function):
 STRAIGHT = Straight.apply  # before anything is captured
 
 
+def reentrant(x: T) -> T:
+    return checkpoint(torch.sin, x, use_reentrant=True)
+
+
+def by_need(x: T) -> T:
+    return x.sin() if x.requires_grad else x.cos()
+
+
 @pytest.mark.parametrize("is_view", [False, True], ids=["itself", "a view"])
 @pytest.mark.parametrize("index_add", [False, True], ids=["+=", "index_add_"])
-@pytest.mark.parametrize("straight", [lambda x: Straight.apply(x), STRAIGHT], ids=["apply", "an apply of before"])
+@pytest.mark.parametrize(
+    "straight",
+    [lambda x: Straight.apply(x), STRAIGHT, reentrant, by_need],
+    ids=["apply", "an apply of before", "a checkpoint", "whether it needs gradients"],
+)
 def test_a_function_of_what_rows_are_added_to_gives_experts_gradients(
     straight: Callable[[T], T], index_add: bool, is_view: bool
 ) -> None:

@@ -152,6 +152,21 @@ def warmer_in_an_object(self, x):
     return self.linear(x) / self.state["schedules"][0].tau
 
 
+class Within(nn.Module):
+    """So many modules in each other, the last with a number that it changes."""
+
+    def __init__(self, levels):
+        super().__init__()
+        self.tau = 1.0
+        self.inner = Within(levels - 1) if levels > 1 else None
+
+    def forward(self, x):
+        if self.inner is not None:
+            return self.inner(x)
+        self.tau *= 0.99
+        return x / self.tau
+
+
 def with_numbers(forward):
     class Model(nn.Module):
         def __init__(self):
@@ -183,6 +198,14 @@ def with_numbers(forward):
 def test_what_would_be_lost_is_refused(forward, said) -> None:
     with pytest.raises(CaptureError, match=re.escape(said)):
         capture(with_numbers(forward), drawn(BATCH, WIDTH), loss_fn=lambda y: y.sum())
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 4])
+def test_so_is_a_number_of_a_module_inside_of_others(levels) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Within(levels))
+    said = re.escape(f"changes the number '{'.'.join(['1', *['inner'] * (levels - 1), 'tau'])}'")
+    with pytest.raises(CaptureError, match=said):
+        capture(model, drawn(BATCH, WIDTH), loss_fn=lambda y: y.sum())
 
 
 class Warmer:

@@ -99,6 +99,31 @@ def test_what_the_forward_leaves_in_attributes_is_there_for_the_loss() -> None:
     assert worst(model, loss_fn) < TOLERANCE
 
 
+class Seeing(nn.Module):
+    """A buffer that the forward pass replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.ones(WIDTH))
+
+    def forward(self, x):
+        y = self.linear(x) / self.seen
+        self.seen = self.seen * 0.9 + y.detach().square().mean(0)
+        return y
+
+
+def test_a_loss_may_change_what_the_forward_pass_replaced() -> None:
+    model = Seeing().double()
+
+    def loss_fn(y, t):
+        with torch.no_grad():
+            model.seen.add_(t.mean(0))
+        return functional.mse_loss(y * model.seen, t)
+
+    assert worst(model, loss_fn) < TOLERANCE
+
+
 class Keeping(nn.Module):
     """A weight that is reached in another way than as an attribute of its module."""
 

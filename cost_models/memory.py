@@ -290,12 +290,13 @@ class Walk:
 
     def _keep_earlier(self, value: Value, target: Placement, storage: _Storage) -> None:
         """What earlier batches left of a gradient is there throughout: the gradient, to which another is added unless
-        it is made once, and what is local of it until then."""
+        it is made once, and what is local of it until then; neither of these in the update."""
         born, storage.born = storage.born, 0
         if value not in self.exchanged and not self._is_exchanged(value, target):
-            self._allocate("gradients", self.graph.meta(value).nbytes, target).born = born
+            added = self._allocate("gradients", self.graph.meta(value).nbytes, target)
+            added.born, added.last = born, self.end - 1
         for local in self.local.values():
-            local.born, local.last = 0, self.end
+            local.born, local.last = 0, self.end - 1
 
     def _is_exchanged(self, value: Value, target: Placement) -> bool:
         """Whether ranks exchange what they have of it once a step."""

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -55,16 +55,24 @@ def build_from(reference: str) -> BuiltModel:
         raise HapError(f"{reference} cannot be built: {e} ({at.filename}:{at.lineno})") from e
 
 
+_BESIDE: dict[str, Path] = {}  # module -> the folder of the user's file beside which it was found
+
+
 @contextmanager
 def beside(reference: str) -> Iterator[None]:
     """Modules that lie beside the user's file can be imported while the body runs, as where Python is started with that
-    file. A model may import some when it is first called, so whoever captures it has that in the body, too."""
+    file. A model may import some when it is first called, so whoever captures it has that in the body, too. Those of
+    another file's folder are forgotten: they would be taken for what has their name here."""
     folder = folder_of(reference)
-    _forget_namesakes(folder)
+    for name in [name for name, other in _BESIDE.items() if other != folder]:
+        sys.modules.pop(name, None)
+        del _BESIDE[name]
+    known = frozenset(sys.modules)
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
+        _BESIDE.update((name, folder) for name in _found_in(folder, sys.modules.keys() - known))
         if str(folder) in sys.path:  # the user's own code may have taken it away
             sys.path.remove(str(folder))
 
@@ -76,19 +84,16 @@ def folder_of(reference: str) -> Path:
     return Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
 
 
-def _forget_namesakes(folder: Path) -> None:
-    """What was imported beside an earlier file, and would now be taken for what has its name in this folder. Its own
-    folder is no longer on the path, as that of what is installed is."""
-    on_path = {Path(entry).resolve() for entry in sys.path}
-    for file in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
-        package = file.name == "__init__.py" and file.parent != folder
-        name = file.parent.name if package else file.stem
-        known = getattr(sys.modules.get(name), "__file__", None)
-        if known is None or name in ("hap", "__main__") or Path(known).resolve() == file.resolve():
-            continue
-        if Path(known).parents[Path(known).name == "__init__.py"].resolve() not in on_path:
-            for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
-                del sys.modules[module]
+def _found_in(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """Which of these modules were found in the folder, and not in one inside of it that is on the path, too."""
+    path = [Path(entry).resolve() for entry in sys.path]
+    for name in names:
+        module = sys.modules[name]
+        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+        place = next((Path(p).resolve() for p in places if p is not None), None)
+        above = [] if place is None or name.partition(".")[0] == "hap" else [p for p in path if p in place.parents]
+        if above and max(above, key=lambda p: len(p.parts)) == folder:
+            yield name
 
 
 def _import(where: str) -> ModuleType:

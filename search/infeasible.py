@@ -7,7 +7,7 @@ from collections import Counter
 from hap.cluster import ClusterSpec
 from hap.cost_models.evaluate import Evaluation
 from hap.cost_models.memory import usable_bytes
-from hap.cost_models.optimizers import optimizer_state_bytes
+from hap.cost_models.optimizers import optimizer_state_bytes, update_bytes
 from hap.cost_models.work import is_view
 from hap.graph import Graph, Value
 from hap.search.prices import Facts
@@ -21,10 +21,13 @@ def why_infeasible(facts: Facts, closest: Evaluation | None, *, pinned: bool) ->
     parameters = [n for n in facts.graph.sources("parameter") if n.target in facts.graph.gradients]
     numbers = sum(n.meta.numel for n in parameters)
     state = state_bytes(facts.graph, facts.optimizer)
+    update = updated_bytes(facts.graph, facts.optimizer, facts.cluster.backend) - state
     all_of_them = "the device holds" if len(usable) == 1 else f"the {len(usable)} devices hold"
     total = f"{all_of_them} {format_size(sum(usable))} after the reserve ({_kinds(facts.cluster)})"
     needs = f"{_count(numbers)} parameters, their gradients and {facts.optimizer} state need {format_size(state)}"
-    if state > sum(usable):
+    if state <= sum(usable) < state + update:
+        needs += f", and its update {format_size(update)}"
+    if state + update > sum(usable):
         return f"{needs}; {total}"
     if closest is None:
         pins = " with these pins" if pinned else ""
@@ -43,6 +46,12 @@ def state_bytes(graph: Graph, optimizer: str) -> int:
     trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
     state = sum(nbytes + optimizer_state_bytes(optimizer, nbytes) for nbytes in trained)
     return state + round(sum(gradient_bytes(graph).values()))
+
+
+def updated_bytes(graph: Graph, optimizer: str, backend: str) -> int:
+    """The same, with the tensors that the optimizer makes of all parameters at once."""
+    trained = [n.meta.nbytes for n in graph.sources("parameter") if n.target in graph.gradients]
+    return state_bytes(graph, optimizer) + sum(update_bytes(optimizer, backend, nbytes) for nbytes in trained)
 
 
 def gradient_bytes(graph: Graph) -> dict[str, float]:

@@ -23,7 +23,7 @@ from hap.errors import InfeasibleError
 from hap.plan import Recomputed
 from hap.search.blocks import LEVELS, Block, What, find_blocks
 from hap.search.found import Found, best_of, overflow_bytes
-from hap.search.infeasible import state_bytes
+from hap.search.infeasible import state_bytes, updated_bytes
 from hap.search.judge import TIE, first_look, inputs_dealt_out
 from hap.search.problem import Problem
 from hap.search.refine import reshare
@@ -178,9 +178,9 @@ def blocks_of(problem: Problem) -> tuple[Block, ...]:
 
 
 def _state_fits(problem: Problem) -> bool:
-    """Parameters, gradients and the optimizer's state, dealt out."""
-    state = state_bytes(problem.choices.graph, problem.optimizer)
-    return state <= sum(usable_bytes(d.memory_bytes) for d in problem.cluster.devices)
+    """Parameters, gradients, the optimizer's state and what its update makes, dealt out."""
+    needed = updated_bytes(problem.choices.graph, problem.optimizer, problem.cluster.backend)
+    return needed <= sum(usable_bytes(d.memory_bytes) for d in problem.cluster.devices)
 
 
 def _may_gain(search: Search, best: Found) -> bool:

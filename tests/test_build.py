@@ -109,6 +109,24 @@ class TestBeside:
         assert [width_of(load_plan(tmp_path / f"wide{width}.plan.json")) for width in (4, 5)] == [4, 5]
         assert sys.path == before
 
+    def test_so_are_those_with_packages_that_have_no_init_file(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nor is what lies beside one script found for another, where it is missing."""
+        monkeypatch.delitem(sys.modules, "its_activation", raising=False)  # a command leaves it
+        for width in (4, 5):
+            folder = tmp_path / f"wide{width}"
+            project(folder, width)
+            (folder / "its_parts" / "deep").mkdir(parents=True)
+            (folder / "its_net.py").rename(folder / "its_parts" / "deep" / "net.py")
+            (folder / "its_train.py").write_text(TRAIN.replace("its_net", "its_parts.deep.net"))
+            with beside(f"{folder}/its_train.py:build"):
+                built = build_from(f"{folder}/its_train.py:build")
+                assert built.model.linear.out_features == width and built.model(torch.zeros(1, 6)).shape == (1, width)
+        (tmp_path / "wide4" / "its_activation.py").unlink()
+        with beside(f"{tmp_path}/wide4/its_train.py:build"), pytest.raises(ModuleNotFoundError, match="its_activation"):
+            build_from(f"{tmp_path}/wide4/its_train.py:build").model(torch.zeros(1, 6))
+
     def test_from_python_the_path_is_as_it_was_once_the_model_is_built(self, tmp_path: Path) -> None:
         before = list(sys.path)
         reference = project(tmp_path / "wide", 4)

@@ -60,7 +60,8 @@ def find_hang(run: Run) -> tuple[Finding, ...]:
         outside = tuple(rank for rank in left if not states[rank].in_wire)
         if stand and any(_lives(run, rank) and states[rank].alive == _newest(run, states, rank) for rank in outside):
             return _hang(run, open_)  # those that raised were tired of waiting
-        gone = outside or tuple(rank for rank in left if not _lives(run, rank))
+        here = (rank for rank in left if run.ranks[rank].seen is not None and not _lives(run, rank))
+        gone = outside or tuple(here)  # of others in the wire it cannot be told
         return (_lost(run, gone, states),) if gone else tuple(_raised(run, rank) for rank in raised)
     if stand:
         return _hang(run, open_)

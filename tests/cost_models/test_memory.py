@@ -12,16 +12,17 @@ from hap.conversion import find_needs
 from hap.cost_models.evaluate import evaluate
 from hap.cost_models.memory import MemoryUse, Walk, memory_use, usable_bytes
 from hap.cost_models.optimizers import optimizer_state_bytes
+from hap.deferral import Batches
 from hap.errors import PlanError
 from hap.graph import Graph, Value, with_inputs
 from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.mesh import graph_of, sums_in_order
 from hap.order import program_order
 from hap.plan import Strategy
-from hap.rules.choices import replicated
+from hap.rules.choices import choices, replicated
 from tests._support import gpt2
 from tests._support.mesh import make_mesh
-from tests._support.plans import replicated_plan
+from tests._support.plans import greedy_strategies, replicated_plan, sizes_for
 from tests.cost_models.build import R, cluster, data_parallel, relu_step
 
 
@@ -197,3 +198,18 @@ def test_a_step_may_be_fullest_in_its_update() -> None:
     (on_a_gpu,) = evaluate(graph, whole, {}, on_gpu).memory_bytes
     (on_a_cpu,) = evaluate(graph, whole, {}, on_gpu.model_copy(update={"backend": "gloo"})).memory_bytes
     assert 5 * state < on_a_gpu < 5.1 * state and on_a_cpu < 4.1 * state
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_nor_does_a_step_of_several_batches_hold_more_in_its_update(batches: int) -> None:
+    """What was left of earlier batches for the sums is added by then."""
+    with torch.device("meta"):
+        graph = capture(torch.nn.Linear(512, 512), torch.empty(8, 512), loss_fn=torch.sum)
+    made = choices(graph)
+    strategies = greedy_strategies(made, {"args.0": (0, 8)})
+    needs = find_needs(graph, strategies)
+    walk = Walk(graph, strategies, needs, batches=Batches.of(graph, batches))
+    held = walk.held(sizes_for(made, (5, 3), {8: (5, 3)}), 2, "adamw", backend="nccl")
+    state = 4 * (512 * 512 + 512)
+    assert held["gradients"][-1].tolist() == [state] * 2 and held["temporary"][-1].tolist() == [state] * 2
+    assert (held["gradients"][-2] > state).all() == (batches > 1)

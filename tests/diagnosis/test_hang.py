@@ -220,5 +220,6 @@ def test_who_raised_after_a_long_wait_waited_for_the_one_that_never_comes() -> N
 def test_who_waits_still_while_another_raised_is_not_lost() -> None:
     (one,) = found(state(ended=RAISED), state(), state(wire=0, alive=NOW - 20))
     assert (one.syndrome, one.ranks) == ("lost", (2,))
-    (one,) = found(state(ended=RAISED), state(), errors=("a timeout", None))
-    assert (one.syndrome, one.ranks) == ("raised", (0,))
+    for seen in (NOW + 1, None):  # here, and in a copy
+        (one,) = found(state(ended=RAISED), state(), errors=("a timeout", None), seen=seen)
+        assert (one.syndrome, one.ranks) == ("raised", (0,))

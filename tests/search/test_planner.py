@@ -74,6 +74,15 @@ def test_one_device_needs_no_collective() -> None:
     assert [c for c in plan.conversions if c.collective != "slice"] == [] and plan.predicted.communication_s == 0
 
 
+def test_says_what_an_update_makes_where_the_state_fits_without() -> None:
+    """Of 134 MB a quarter, in 144 MB; on CPUs it is none."""
+    said = r"adamw state need 134\.2.*MB, and its update 33\.5.*MB; the device holds 144MB"
+    on = cluster((10, "160MB"))
+    with pytest.raises(InfeasibleError, match=said):
+        plan_graph(STATE_BOUND, on)
+    plan_graph(STATE_BOUND, on.model_copy(update={"backend": "gloo"}))
+
+
 def test_says_in_numbers_what_does_not_fit() -> None:
     with pytest.raises(InfeasibleError, match=r"gradients and adamw state need 134\.2.*MB; the 2 devices hold 36MB"):
         plan_graph(STATE_BOUND, cluster((10, "20MB"), (10, "20MB")))

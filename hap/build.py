@@ -11,10 +11,11 @@ import importlib
 import importlib.machinery
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -55,26 +56,30 @@ def build_from(reference: str) -> BuiltModel:
         raise HapError(f"{reference} cannot be built: {e} ({at.filename}:{at.lineno})") from e
 
 
-_BESIDE: dict[str, Path] = {}  # module -> the folder of the user's file beside which it was found
+_BESIDE: dict[Path, dict[str, ModuleType]] = {}  # the folders of users' files, and the modules that were found there
 
 
 @contextmanager
 def beside(reference: str) -> Iterator[None]:
     """Modules that lie beside the user's file can be imported while the body runs, as where Python is started with that
-    file. A model may import some when it is first called, so whoever captures it has that in the body, too. Those of
-    another file's folder are forgotten: they would be taken for what has their name here."""
+    file. A model may import some when it is first called, so whoever captures it has that in the body, too. Meanwhile
+    those of other files' folders are away: they would be taken for what has their name here."""
     folder = folder_of(reference)
-    for name in [name for name, other in _BESIDE.items() if other != folder]:
-        sys.modules.pop(name, None)
-        del _BESIDE[name]
-    known = frozenset(sys.modules)
+    is_there = str(folder) in sys.path  # for this file alone, or for good
+    for other, found in _BESIDE.items():
+        if other != folder:
+            _put_away(found)
+    sys.modules.update({n: m for n, m in _BESIDE.get(folder, {}).items() if n not in sys.modules})
+    known = dict(sys.modules)
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        _BESIDE.update((name, folder) for name in _found_in(folder, sys.modules.keys() - known))
-        if str(folder) in sys.path:  # the user's own code may have taken it away
+        with suppress(ValueError):  # the user's own code may have taken it away
             sys.path.remove(str(folder))
+        if not is_there:
+            new = [name for name, module in sys.modules.items() if known.get(name) is not module]
+            _BESIDE.setdefault(folder, {}).update(_found_in(folder, new))
 
 
 def folder_of(reference: str) -> Path:
@@ -84,16 +89,26 @@ def folder_of(reference: str) -> Path:
     return Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
 
 
-def _found_in(folder: Path, names: Iterable[str]) -> Iterator[str]:
-    """Which of these modules were found in the folder, and not in one inside of it that is on the path, too."""
-    path = [Path(entry).resolve() for entry in sys.path]
+def _put_away(found: dict[str, ModuleType]) -> None:
+    """These modules are no longer known to Python, nor what was imported of their packages later; ``found`` has it."""
+    names = {name.partition(".")[0] for name, module in found.items() if sys.modules.get(name) is module}
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        found[name] = sys.modules.pop(name)
+
+
+def _found_in(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, ModuleType]]:
+    """Those of these modules that were found in the folder, and not in one inside of it that is on the path, too."""
+    path = {str(folder), *(os.path.abspath(entry) for entry in sys.path)}
     for name in names:
         module = sys.modules[name]
-        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-        place = next((Path(p).resolve() for p in places if p is not None), None)
-        above = [] if place is None or name.partition(".")[0] == "hap" else [p for p in path if p in place.parents]
-        if above and max(above, key=lambda p: len(p.parts)) == folder:
-            yield name
+        if not isinstance(module, ModuleType) or name.partition(".")[0] == "hap":
+            continue
+        told = object.__getattribute__(module, "__dict__")  # a module may import itself when it is asked for more
+        places = [told.get("__file__"), *(told["__path__"] if isinstance(told.get("__path__"), Iterable) else ())]
+        place = next((Path(os.path.abspath(p)) for p in places if isinstance(p, str)), None)
+        above = [] if place is None else [str(parent) for parent in place.parents if str(parent) in path]
+        if above[:1] == [str(folder)]:
+            yield name, module
 
 
 def _import(where: str) -> ModuleType:

@@ -123,9 +123,14 @@ class TestBeside:
             with beside(f"{folder}/its_train.py:build"):
                 built = build_from(f"{folder}/its_train.py:build")
                 assert built.model.linear.out_features == width and built.model(torch.zeros(1, 6)).shape == (1, width)
-        (tmp_path / "wide4" / "its_activation.py").unlink()
-        with beside(f"{tmp_path}/wide4/its_train.py:build"), pytest.raises(ModuleNotFoundError, match="its_activation"):
-            build_from(f"{tmp_path}/wide4/its_train.py:build").model(torch.zeros(1, 6))
+        for width in (4, 5):  # and they are there again, whatever was forgotten meanwhile
+            with beside(reference := f"{tmp_path}/wide{width}/its_train.py:build"):
+                again = build_from(reference).model
+                assert again.linear.out_features == width and again(torch.zeros(1, 6)).shape == (1, width)
+        reference = project(tmp_path / "wide6", 6)
+        (tmp_path / "wide6" / "its_activation.py").unlink()
+        with beside(reference), pytest.raises(ModuleNotFoundError, match="its_activation"):
+            build_from(reference).model(torch.zeros(1, 6))
 
     def test_from_python_the_path_is_as_it_was_once_the_model_is_built(self, tmp_path: Path) -> None:
         before = list(sys.path)

@@ -66,7 +66,6 @@ class Selected:
     def __init__(self, whole: torch.Tensor, mask: torch.Tensor) -> None:
         self.whole, self.mask, self.behind = whole, mask, whole.dim() - mask.dim()
         self.version, self.is_shared = mask._version, False  # changes in place; memory, with another selection
-        self.has_gradients = torch.is_grad_enabled() and (whole.is_floating_point() or whole.is_complex())
 
     @classmethod
     def of(cls, x: torch.Tensor, mask: torch.Tensor) -> Selected:
@@ -127,7 +126,7 @@ class Selected:
         """By an operator in place: whoever else holds this very selection sees it, too."""
         if self.is_shared:
             raise SelectionError("a change in place of what a mask selects that may share memory: change a clone of it")
-        if self.has_gradients and not torch.is_grad_enabled():  # they would be those of what was there before
+        if self.whole.requires_grad and not torch.is_grad_enabled():  # they would be those of what was there before
             raise SelectionError("a change in place, without gradients, of what a mask selects with gradients")
         whole = Selected.__torch_function__(getattr(torch.Tensor, name), (Selected,), (self, other)).whole
         if whole.shape != self.whole.shape or whole.dtype != self.whole.dtype:

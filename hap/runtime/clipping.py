@@ -14,13 +14,19 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from hap.errors import ProgramError
 from hap.runtime.collectives import Communicator
 
 Gradients = Iterable[tuple[torch.Tensor, bool]]  # (this rank's gradient, whether it is a shard)
 
 
 def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> torch.Tensor:
-    """The norm of all gradients together, a scalar on the communicator's device. Collective."""
+    """The norm of all gradients together, a scalar on the communicator's device; NaN if it is on any rank. Collective.
+
+    ProgramError for a ``norm_type`` that is no number above zero."""
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ProgramError(f"a norm of gradients of type {norm_type:g}: it must be above zero")
     counted = [
         g.abs() if g.is_complex() else g for g, sharded in gradients if g.numel() and (sharded or comm.rank == 0)
     ]
@@ -32,10 +38,14 @@ def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> t
         mine = torch.stack(norms).max().double() if norms else zero
     else:
         mine = torch.stack(norms).double().pow(norm_type).sum() if norms else zero
-    if comm.group is not None:
-        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    if comm.group is not None and not math.isinf(norm_type):
         with comm.wire():
-            dist.all_reduce(mine, op=op, group=comm.group)
+            dist.all_reduce(mine, group=comm.group)
+    elif comm.group is not None:
+        both = torch.stack([mine.nan_to_num(nan=0.0, posinf=math.inf), mine.isnan().double()])
+        with comm.wire():
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=comm.group)  # which may lose what is no number
+        mine = torch.where(both[1] > 0, math.nan, both[0])
     return comm.same_on_hosts(mine if math.isinf(norm_type) else mine.pow(1.0 / norm_type))
 
 

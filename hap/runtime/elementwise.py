@@ -3,7 +3,8 @@
 ``torch.optim.Muon``, ``Adafactor`` and ``LBFGS``, LAMB, Shampoo and others make an update from whole parameters. A rank
 that holds a shard would step without an error, and train another model than one device does. So before a step of any
 optimizer that was given shards of a program it is asked, once, whether it treats every element by itself: of torch's
-own that is known, of others it is tried out, on a small matrix and on its pieces. Muon may have what one rank owns.
+own that is known, of others it is tried out, on a small matrix and on its pieces, and for a few steps on a larger one,
+as some look beyond elements in large matrices alone. Muon may have what one rank owns.
 
 ``torch.nn.utils.clip_grad_norm_`` would scale every rank's shards by a norm of that rank's own, and what all hold whole
 by as many different ones: it is refused for shards of a program, which has ``clip_grad_norm_`` of its own. So is
@@ -15,7 +16,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +35,8 @@ ELEMENTWISE = frozenset(
 )
 ONE_BY_ONE = frozenset({_OPTIM.Muon})  # parameters: such as one rank has whole, and the others nothing of, will do
 PLANNED = {_OPTIM.Muon: "muon", _OPTIM.Adafactor: "adafactor"}  # names that ``hap.plan(optimizer=...)`` knows
-SHAPE, ROWS, COLUMNS = (6, 10), (2, 4), (7, 3)  # of the matrix that is tried, and how it is cut
-LENGTHS = ("lr", "initial_lr", "weight_decay")
-STEPS, WANDERING = 32, 0.3  # some precondition from the twentieth step on
+LENGTHS = ("lr", "initial_lr")
+WANDERING = 0.3
 NEAR = 1e-6  # of an update; what is made from other elements differs by much more
 _SHARD = "_hap_shard"  # the attribute that names a shard's parameter
 
@@ -48,7 +48,20 @@ class _Shard(NamedTuple):
     has_owner: bool
 
 
-_asked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()  # with so many parameters
+class _Trial(NamedTuple):
+    """A matrix of this shape, cut into rows and into columns, for so many steps."""
+
+    shape: tuple[int, int]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    steps: int
+
+
+TRIALS = (
+    _Trial((6, 10), (2, 4), (7, 3), 32),  # some precondition from the twentieth step on
+    _Trial((256, 384), (160, 96), (284, 100), 3),  # some keep sums of rows and columns from 32 or 128 of them on
+)
+_asked: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakKeyDictionary()  # with such groups
 _hooked: list[Any] = []
 
 
@@ -83,14 +96,15 @@ def _before_clipping(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if _asked.get(optimizer) == len(parameters):
+    groups = [(len(group["params"]), bool(group.get("weight_decay"))) for group in optimizer.param_groups]
+    if _asked.get(optimizer) == groups:
         return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     held = [shard for p in parameters if (shard := getattr(p, _SHARD, None))]
     shards = [s.name for s in held if not (s.has_owner and type(optimizer) in ONE_BY_ONE)]
     if shards:
         _check(optimizer, shards)
-    _asked[optimizer] = len(parameters)
+    _asked[optimizer] = groups
 
 
 def _check(optimizer: torch.optim.Optimizer, shards: list[str]) -> None:
@@ -118,51 +132,56 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
         return True
     if kind in PLANNED or kind is torch.optim.LBFGS:
         return False
-    found = {repr(key): _are_pieces_alike(optimizer, group) for key, group in _unlike(optimizer)}.values()
-    return False if False in found else None if None in found else True
+    small, large = TRIALS
+    found = [_are_pieces_alike(optimizer, group, small) for group in _unlike(optimizer)]
+    if False in found or None in found:
+        return False if False in found else None
+    return all(_are_pieces_alike(optimizer, group, large) is not False for group in _unlike(optimizer))
 
 
-def _unlike(optimizer: torch.optim.Optimizer) -> Iterator[tuple[object, Mapping[str, Any]]]:
-    """The options of every group of parameters, and what tells them apart: not how far a step goes."""
+def _unlike(optimizer: torch.optim.Optimizer) -> Iterable[Mapping[str, Any]]:
+    """The options of groups of parameters that differ, by more than how far a step goes."""
+    found: dict[str, Mapping[str, Any]] = {}
     for group in optimizer.param_groups:
         options = {k: v for k, v in group.items() if k != "params"}
         if options.get("lr") == 0:  # at the beginning of a warm-up
             options["lr"] = 1e-3
-        yield sorted((k, repr(v)) for k, v in options.items() if k not in LENGTHS), options
+        found.setdefault(repr(sorted((k, repr(v)) for k, v in options.items() if k not in LENGTHS)), options)
+    return found.values()
 
 
-def _are_pieces_alike(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool | None:
+def _are_pieces_alike(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], trial: _Trial) -> bool | None:
     """Whether a matrix that is cut ends where it ends in one piece; None if it does not move, or that fails."""
     try:
         with torch.random.fork_rng(devices=[]):
-            whole = _stepped(optimizer, options, [SHAPE[0]], 0)
-            pieces = [_stepped(optimizer, options, ROWS, 0), _stepped(optimizer, options, COLUMNS, 1)]
+            whole = _stepped(optimizer, options, trial, trial.shape[:1], 0)
+            pieces = [_stepped(optimizer, options, trial, *cut) for cut in ((trial.rows, 0), (trial.columns, 1))]
     except Exception:  # of somebody else's class: whatever it is, nothing was found out
         return None
-    moved = (whole - _matrix(0)).abs().max()
+    moved = (whole - _matrix(trial, 0)).abs().max()
     return None if moved == 0 else all(bool((found - whole).abs().max() <= NEAR * moved) for found in pieces)
 
 
 def _stepped(
-    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], lengths: Sequence[int], dim: int
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any], trial: _Trial, lengths: Sequence[int], dim: int
 ) -> torch.Tensor:
     """The matrix after some steps of optimizers like this one, each for a piece of it. Gradients go one way, as those
     need that find out how far to step, and not by the same length, as others scale them by what they were."""
     accepted = inspect.signature(type(optimizer).__init__).parameters
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     defaults = {k: v for k, v in {**optimizer.defaults, **options}.items() if takes_all or k in accepted}
-    parts = [nn.Parameter(part.clone()) for part in _matrix(0).split(list(lengths), dim)]
+    parts = [nn.Parameter(part.clone()) for part in _matrix(trial, 0).split(list(lengths), dim)]
     each = [type(optimizer)([{**options, "params": [part]}], **defaults) for part in parts]
     for one in each:
         if callable(mode := getattr(one, "train", None)):  # schedule-free ones have modes
             mode()
-    for step in range(2, 2 + STEPS):
-        whole = (_matrix(1) + WANDERING * _matrix(step)) * (1 + step % 3)
+    for step in range(2, 2 + trial.steps):
+        whole = (_matrix(trial, 1) + WANDERING * _matrix(trial, step)) * (1 + step % 3)
         for one, part, gradient in zip(each, parts, whole.split(list(lengths), dim), strict=True):
             part.grad = gradient.clone()
             one.step()
     return torch.cat([part.detach() for part in parts], dim)
 
 
-def _matrix(seed: int) -> torch.Tensor:
-    return torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def _matrix(trial: _Trial, seed: int) -> torch.Tensor:
+    return torch.randn(trial.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -23,6 +23,7 @@ from hap.placement import REPLICATE, Shard
 from hap.rules.choices import Choices, choices
 from hap.runtime.elementwise import ELEMENTWISE, is_elementwise, mark_shards
 from hap.runtime.profile import make_optimizer
+from tests._support.optimizers import Decaying, Factored, Grouped, Grower, Lars, Lion, OwnSgd, Secret
 from tests._support.plans import make_plan, random_sizes, random_strategies, replicated_plan
 from tests._support.ranks import RankError, run_alike
 
@@ -46,88 +47,6 @@ hosts:
     network: {bandwidth: 10GB/s, latency: 1us}
 """)
 UNEVEN = (4, 2, 1)
-
-
-class Lion(torch.optim.Optimizer):
-    """Signs of momentum, element by element, as others write it."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            one, two = group["betas"]
-            for p in group["params"]:
-                kept = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.sub_(kept.mul(one).add(p.grad, alpha=1 - one).sign_(), alpha=group["lr"])
-                kept.mul_(two).add_(p.grad, alpha=1 - two)
-
-
-class Lars(torch.optim.Optimizer):
-    """A step as long as the parameter's norm over the gradient's."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "note": "not an argument"})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad, alpha=group["lr"] * float(p.norm() / p.grad.norm()))
-
-
-class Grouped(torch.optim.Optimizer):
-    """What it does is said by a group of parameters, as GaLore's rank is."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad - p.grad.mean() if "centred" in group else p.grad, alpha=group["lr"])
-
-
-class Grower(torch.optim.Optimizer):
-    """Finds out how far to step, from all that it has seen, after a while; it is to be told that it trains."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-        self.mode, self.steps, self.seen = "", 0, 0.0
-
-    def train(self) -> None:
-        self.mode = "train"
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        assert self.mode == "train"
-        self.steps += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.seen += float(p.grad.abs().sum())
-                p.sub_(p.grad, alpha=group["lr"] * (1.0 if self.steps < 10 else self.seen))
-
-
-class OwnSgd(torch.optim.SGD):
-    """A subclass may do anything: it is tried out."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad - p.grad.mean(0, keepdim=True), alpha=group["lr"])
-
-
-class Secret(torch.optim.Optimizer):
-    """Needs to be told more than its options say."""
-
-    def __init__(self, params: Any, key: object) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        """Does nothing."""
 
 
 def test_profiles_time_every_update_that_plans_know() -> None:
@@ -159,6 +78,12 @@ def test_of_torchs_own_each_is_what_trying_it_out_says(monkeypatch: pytest.Monke
         (Lion(some(), lr=0.0), True),
         (torch.optim.AdamW(some(), amsgrad=True, fused=True), True),
         (Lars(some()), False),
+        (Decaying(some()), True),
+        (Decaying([{"params": some(), "weight_decay": 1e-2}, {"params": some()}]), False),
+        (Decaying([{"params": some()}, {"params": some(), "weight_decay": 1e-2}]), False),
+        (Factored(some()), False),
+        (Factored(some(), least=128), False),
+        (Factored(some(), least=4096), True),
         (Grouped(some()), True),
         (Grouped([{"params": some()}, {"params": some(), "lr": 0.0, "centred": True}]), False),
         (Grower(some()), False),

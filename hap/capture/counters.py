@@ -38,18 +38,19 @@ def steady(traced: Callable[[], Graph], modules: Sequence[object], subject: str)
 
 def _numbers(roots: Sequence[object]) -> dict[str, float]:
     """By their names, as ``decoder.state.tau``."""
+    named = {id(module) for root in roots if isinstance(root, nn.Module) for module in root.modules()}
     known: set[int] = set()  # of what was looked into, by id
     found: dict[str, float] = {}
     for root in roots:
         for name, one in root.named_modules() if isinstance(root, nn.Module) else (("", root),):
-            found.update((number.lstrip("."), value) for number, value in _inside(name, one, 0, known))
+            found.update((number.lstrip("."), value) for number, value in _inside(name, one, 0, known, named))
     return found
 
 
-def _inside(name: str, one: Any, depth: int, known: set[int]) -> Iterator[tuple[str, float]]:
-    """The numbers in a module, which is at depth 0, a container or an object. A module inside of another is none here:
-    it comes at depth 0 itself."""
-    if id(one) in known or (depth > 0 and isinstance(one, nn.Module)):
+def _inside(name: str, one: Any, depth: int, known: set[int], named: set[int]) -> Iterator[tuple[str, float]]:
+    """The numbers in a module, which is at depth 0, a container or an object. Those that are ``named`` come at depth 0
+    themselves, and not inside of others."""
+    if id(one) in known or (depth > 0 and id(one) in named):
         return
     known.add(id(one))
     items = _items(one)
@@ -57,7 +58,7 @@ def _inside(name: str, one: Any, depth: int, known: set[int]) -> Iterator[tuple[
         if isinstance(value, (int, float)):
             yield f"{name}.{key}", value
         elif depth < _DEPTH:
-            yield from _inside(f"{name}.{key}", value, depth + 1, known)
+            yield from _inside(f"{name}.{key}", value, depth + 1, known, named)
 
 
 def _items(one: Any) -> Mapping[Any, Any]:

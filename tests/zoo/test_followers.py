@@ -208,6 +208,19 @@ def test_so_is_a_number_of_a_module_inside_of_others(levels) -> None:
         capture(model, drawn(BATCH, WIDTH), loss_fn=lambda y: y.sum())
 
 
+def test_so_is_one_of_a_module_in_a_list() -> None:
+    class Listing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.others = nn.Linear(WIDTH, WIDTH), [Within(1)]
+
+        def forward(self, x):
+            return self.others[0](self.linear(x))
+
+    with pytest.raises(CaptureError, match=r"changes the number 'others\.0\.tau'"):
+        capture(Listing(), drawn(BATCH, WIDTH), loss_fn=lambda y: y.sum())
+
+
 class Warmer:
     """A loss that is no module, with a number of its own."""
 

@@ -36,7 +36,7 @@ from hap.run_record import read_folder
 from hap.runtime.collectives import Communicator
 from hap.runtime.transfer import Layouts
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64)
 CASES = 12
 STEPS = 3
 PASSES = 5  # forward and backward, of three steps, the last of which has three batches

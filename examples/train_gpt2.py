@@ -278,7 +278,7 @@ def main() -> None:
     on_gpus = gpu_for_every_rank()
     device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
     say = print if dist.get_rank() == 0 else lambda _: None
 
     cluster, throttle = ClusterSpec.load(arguments.cluster), None

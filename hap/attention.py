@@ -164,6 +164,8 @@ def _prefers_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal:
 def _efficient_applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     if q.device.type != "cuda" or q.dtype not in _CUDA_DTYPES:
         return False
+    if q.dtype == torch.bfloat16 and torch.cuda.get_device_capability(q.device) < _FLASH_CAPABILITY:
+        return False  # older GPUs have no kernel for it
     return all(x.shape[3] * x.element_size() % _HEAD_ALIGNMENT_BYTES == 0 for x in (q, k, v))
 
 

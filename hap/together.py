@@ -48,10 +48,11 @@ def join(backend: str | None, device: torch.device | str | None) -> Communicator
 
 
 def _device(device: torch.device | str | None, backend: str) -> torch.device:
-    """What the user says, else this rank's GPU under NCCL, else the CPU. ``backend``: by name, or of each device."""
-    if device is not None:
+    """What the user says, "cuda" being this rank's GPU; else that under NCCL, and otherwise the CPU. ``backend``: by
+    name, or of each device."""
+    if device is not None and torch.device(device) != torch.device("cuda"):
         return torch.device(device)
-    if "nccl" in backend and torch.cuda.is_available():
+    if device is not None or ("nccl" in backend and torch.cuda.is_available()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 

@@ -52,5 +52,8 @@ def global_norm(gradients: Gradients, norm_type: float, comm: Communicator) -> t
 def scale_gradients(gradients: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
     """Multiply by ``min(1, max_norm / (total + 1e-6))`` in place, like torch."""
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    of_dtype: dict[torch.dtype, torch.Tensor] = {}  # cast once each: on a GPU that is a call
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
+        if gradient.dtype not in of_dtype:
+            of_dtype[gradient.dtype] = factor.to(gradient.dtype)
+        gradient.mul_(of_dtype[gradient.dtype])

@@ -91,7 +91,10 @@ def scatter_padded(flat: torch.Tensor, lengths: Sequence[int], group: dist.Proce
     for row, start, n in zip(rows, accumulate(lengths, initial=0), lengths, strict=False):
         row[:n] = flat[start : start + n]
     total = flat.new_empty(longest)
-    reduce_scatter_single(total, rows.reshape(-1), group=group)
+    ends = (total, rows)
+    if flat.is_complex():  # of which NCCL has no dtype
+        ends = (torch.view_as_real(total), torch.view_as_real(rows))
+    reduce_scatter_single(ends[0].view(-1), ends[1].view(-1), group=group)
     return total[: lengths[rank]].clone()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -108,6 +110,24 @@ def test_what_the_cuda_kernel_wants() -> None:
     assert padded.shape == (2, 3, 64)
     assert bool((padded[..., 33:] == torch.inf).all())
     assert not room._efficient_applies(q, k, v) and not room._flash_applies(q, k, v, None, True)  # not on a GPU
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "applies"),
+    [
+        (torch.bfloat16, (8, 0), True),
+        (torch.bfloat16, (7, 5), False),  # older GPUs have no kernel for it
+        (torch.float16, (7, 0), True),
+        (torch.float32, (6, 0), True),
+    ],
+)
+def test_which_gpu_has_the_kernel(
+    dtype: torch.dtype, capability: tuple[int, int], applies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 4, 8))
+    on_gpu.element_size = lambda: dtype.itemsize
+    assert room._efficient_applies(on_gpu, on_gpu, on_gpu) is applies  # type: ignore[arg-type]
 
 
 def test_low_precision_sums_in_float32() -> None:

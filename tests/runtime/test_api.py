@@ -163,6 +163,8 @@ def test_a_process_group_may_have_been_made_without_naming_a_backend(tmp_path: P
         ("cuda:nccl", None, "cuda:2"),  # of a group that was made without a backend, on GPUs
         ("cpu:gloo,cuda:nccl", None, "cuda:2"),
         ("cpu:gloo,cuda:nccl", "cpu", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cuda", "cuda:2"),
+        ("cpu:gloo,cuda:nccl", "cuda:1", "cuda:1"),
         ("cpu:gloo,cuda:gloo", None, "cpu"),
     ],
 )

@@ -18,7 +18,7 @@ from hap.runtime.collectives import Communicator, Pending
 from hap.runtime.exchange import as_bytes
 from tests._support.ranks import RankError, run_ranks
 
-DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
+DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.complex64)
 CASES = {2: 30, 3: 30, 4: 25, 5: 10, 6: 8}  # by world size
 
 

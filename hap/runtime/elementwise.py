@@ -132,11 +132,11 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool | None:
         return True
     if kind in PLANNED or kind is torch.optim.LBFGS:
         return False
-    small, large = TRIALS
-    found = [_are_pieces_alike(optimizer, group, small) for group in _unlike(optimizer)]
-    if False in found or None in found:
-        return False if False in found else None
-    return all(_are_pieces_alike(optimizer, group, large) is not False for group in _unlike(optimizer))
+    for trial in TRIALS:
+        found = [_are_pieces_alike(optimizer, group, trial) for group in _unlike(optimizer)]
+        if False in found or None in found:
+            return False if False in found else None
+    return True
 
 
 def _unlike(optimizer: torch.optim.Optimizer) -> Iterable[Mapping[str, Any]]:

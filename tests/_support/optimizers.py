@@ -109,6 +109,18 @@ class OwnSgd(torch.optim.SGD):
                 p.sub_(p.grad - p.grad.mean(0, keepdim=True), alpha=group["lr"])
 
 
+class Little(torch.optim.SGD):
+    """Takes no large matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.numel() > 1000:
+                    raise ValueError("too large")
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 class Secret(torch.optim.Optimizer):
     """Needs to be told more than its options say."""
 

@@ -187,8 +187,6 @@ def test_under_the_cpus_autocast_one_of_cuda_does_nothing() -> None:
 
 def test_the_list_of_what_cuda_computes_in_float32_is_that_of_torch() -> None:
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
-    if not header.exists():
-        pytest.skip("this torch is installed without its headers")
     lists = dict(re.findall(r"#define AT_FORALL_(\w+)\(_\)((?:.*\\\n)*.*)", header.read_text()))
     names = re.findall(r"_\((\w+)[,)]", lists["FP32"] + lists["FP32_SET_OPT_DTYPE"])
     names += re.findall(r"ADD_NS\((\w+)\)", lists["DIFFERENT_REDISPATCH_SIGNATURE"])

@@ -12,7 +12,7 @@ from torch.nn import functional
 from hap.capture import capture
 from hap.errors import CaptureError
 from tests.capture.equality import assert_equals_eager
-from tests.capture.mixtures import EACH, EXPERTS, ROWS, WIDTH, Mixture, T, Then, batch, by_where, mixture
+from tests.capture.mixtures import EACH, EXPERTS, ROWS, WIDTH, Mixture, Straight, T, Then, batch, by_where, mixture
 
 # -- what is computed one after another, or as what a mask selects ---------------------------------------------------
 
@@ -260,16 +260,6 @@ def other_experts(m: Mixture, x: T, _: T) -> T:
     row, other = torch.where(ids == 0)[0], torch.where(ids == 1)[0]
     y[row] += m.experts[0](x[row]) + m.experts[1](x[other])
     return y
-
-
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: T) -> T:
-        return x.round()
-
-    @staticmethod
-    def backward(ctx: object, g: T) -> T:
-        return g
 
 
 def held_while_it_changes(m: Mixture, x: T, _: T) -> T:

@@ -12,13 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from hap.capture import capture
 from hap.errors import CaptureError
 from tests.capture.equality import assert_equals_eager
-from tests.capture.mixtures import EXPERTS, INNER, WIDTH, Expert, Mixture, T, Then, batch, mixture
+from tests.capture.mixtures import EXPERTS, INNER, WIDTH, Expert, Mixture, Straight, T, Then, batch, mixture
 
 Made = Callable[[Mixture, int, T], T]
 
 
-def loop(made: Made) -> Then:
-    """``made`` is called with an expert's number and its rows, which get gradients."""
+def rows_of(x: T, row: T) -> T:
+    return x[row]
+
+
+def loop(made: Made, read: Callable[[T, T], T] = rows_of) -> Then:
+    """``made`` is called with an expert's number and its rows, as ``read``, by default with gradients."""
 
     def then(m: Mixture, x: T, _: T) -> T:
         x = m.other(x)
@@ -26,7 +30,7 @@ def loop(made: Made) -> Then:
         y = torch.zeros_like(x)
         for e in range(EXPERTS):
             row, nth = torch.where(ids == e)
-            y[row] += weight[row, nth, None] * made(m, e, x[row])
+            y[row] += weight[row, nth, None] * made(m, e, read(x, row))
         return y
 
     return then
@@ -74,16 +78,9 @@ def with_them_again(m: Mixture, e: int, h: T) -> T:
     return m.experts[e].down(torch.cat([half, half], -1) * gate)
 
 
-def read_without(m: Mixture, x: T, _: T) -> T:
-    x = m.other(x)
-    weight, ids = m.routed(x)
-    y = torch.zeros_like(x)
-    for e in range(EXPERTS):
-        row, nth = torch.where(ids == e)
-        with torch.no_grad():
-            h = x[row]
-        y[row] += weight[row, nth, None] * m.experts[e](h)
-    return y
+def rows_without(x: T, row: T) -> T:
+    with torch.no_grad():
+        return x[row]
 
 
 def added_without(m: Mixture, x: T, _: T) -> T:
@@ -113,7 +110,7 @@ GRADIENTS: dict[str, Then] = {
     "a part that was read without": loop(by_a_part_without),
     "one expert without": loop(some_without),
     "with them again": loop(with_them_again),
-    "rows that were read without": read_without,
+    "rows that were read without": loop(lambda m, e, h: m.experts[e](h), rows_without),
     "rows that are added without": added_without,
     "what a mask selects": of_a_mask,
 }
@@ -155,16 +152,6 @@ def test_gradients_that_no_graph_has_are_refused(then: Then, words: str) -> None
 
 
 # -- functions with a backward of their own --------------------------------------------------------------------------
-
-
-class Straight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: T) -> T:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: object, g: T) -> T:
-        return g
 
 
 STRAIGHT = Straight.apply  # before anything is captured

@@ -23,7 +23,7 @@ from hap.placement import REPLICATE, Shard
 from hap.rules.choices import Choices, choices
 from hap.runtime.elementwise import ELEMENTWISE, is_elementwise, mark_shards
 from hap.runtime.profile import make_optimizer
-from tests._support.optimizers import Decaying, Factored, Grouped, Grower, Lars, Lion, OwnSgd, Secret
+from tests._support.optimizers import Decaying, Factored, Grouped, Grower, Lars, Lion, Little, OwnSgd, Secret
 from tests._support.plans import make_plan, random_sizes, random_strategies, replicated_plan
 from tests._support.ranks import RankError, run_alike
 
@@ -88,6 +88,7 @@ def test_of_torchs_own_each_is_what_trying_it_out_says(monkeypatch: pytest.Monke
         (Grouped([{"params": some()}, {"params": some(), "lr": 0.0, "centred": True}]), False),
         (Grower(some()), False),
         (OwnSgd(some()), False),
+        (Little(some()), None),
         (Secret(some(), key=0), None),
     ],
 )

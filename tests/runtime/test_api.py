@@ -142,6 +142,7 @@ def test_every_rank_is_refused_in_the_same_words(what: str, compared: list[dict[
 def compile_on_a_group_of_no_named_backend(rank: int, folder: str) -> tuple[str, str, float]:
     """What the group is, where the program runs, its loss. Messages go as on Gloo, which it is: not in rounds."""
     p2p._batch = None  # type: ignore[assignment]
+    dist.barrier()  # others may still be joining the group that is left here
     dist.destroy_process_group()
     dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=3)
     program = hap.compile(bigram(), lab(), **arguments())

@@ -102,7 +102,7 @@ def test_two_tests_that_ask_for_one_golden_plan_are_told(pytester: pytest.Pytest
     """Names alike in two files or two classes, parameters that a file's name cannot tell apart, a check's name that
     makes a parameter of it. No test comes so far as to plan."""
     pytester.makepyfile(**SHARED)
-    said = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-q").stdout.str().splitlines()
+    said = pytester.runpytest_inprocess("-p", "no:cacheprovider", "-q", "-rN").stdout.str().splitlines()
     plans = f"{pytester.path}/plans"
     assert [line.removeprefix(f"{plans}/") for line in said if "is the golden plan of" in line] == [
         f"{file}.plan.json is the golden plan of {first}; rename {second}, or give its check a name of its own"

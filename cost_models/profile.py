@@ -164,6 +164,11 @@ class CollectiveProfile(_Frozen):
     def factor(self, nbytes: float) -> float:
         return math.exp(between(nbytes, self.sizes, [math.log(f) for f in self.factors]))
 
+    def ahead_of(self, ranks: Sequence[int]) -> tuple[float, ...]:
+        """``ahead`` of these ranks, of which one is the last."""
+        known = [self.ahead[rank] for rank in ranks] if self.ahead else []
+        return tuple(part - min(known) for part in known)
+
 
 class Profile(_Frozen):
     """See the module docstring. ``conditions`` says in words how it was measured, emulation above all."""
@@ -211,6 +216,20 @@ class Profile(_Frozen):
         if profile.fingerprint != claimed:
             raise ProfileError(f"{where}: content does not match its fingerprint (edited or damaged); profile again")
         return profile
+
+    def part(self, ranks: Sequence[int], cluster: ClusterSpec) -> Profile:
+        """What was measured of these ranks, which in ``cluster`` are 0, 1, ... in the order given. What collectives
+        take beside their formula stays what it was for all ranks together: for fewer it was not measured."""
+        numbers, fields = {rank: i for i, rank in enumerate(ranks)}, {n: getattr(self, n) for n in Profile.model_fields}
+        fields["cluster"], fields["cluster_fingerprint"] = cluster.name, cluster.fingerprint
+        fields["ranks"] = tuple(self.ranks[rank] for rank in ranks)
+        fields["links"] = tuple(
+            link.model_copy(update={"source": numbers[link.source], "target": numbers[link.target]})
+            for link in self.links
+            if link.source in numbers and link.target in numbers
+        )
+        fields["collectives"] = tuple(c.model_copy(update={"ahead": c.ahead_of(ranks)}) for c in self.collectives)
+        return Profile(**fields)
 
     def calibrate(self, cluster: ClusterSpec) -> CalibratedCluster:
         """The cluster with measured speeds. ProfileError if the profile is of another cluster."""

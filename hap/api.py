@@ -56,6 +56,7 @@ from hap.whatif import explained
 
 T = TypeVar("T")
 NOT_MEASURED = ASSUMPTIONS[0]
+SCALED = "collectives of the devices that are left take what was measured of all devices, scaled to their number"
 Cluster = ClusterSpec | str | os.PathLike[str]
 ProfileLike = Profile | str | os.PathLike[str]
 LossFn = Callable[..., torch.Tensor]
@@ -321,12 +322,12 @@ def _decide(
         leave_out=leave_out,
         batches=batches,
     )
+    if isinstance(cluster, CalibratedCluster):
+        found = _measured(found, cluster)
     cluster = planned_part(found, cluster)
     if forced := tuple(map(str, find_forced(possible))):
         made = found.provenance.model_copy(update={"assumptions": (*found.provenance.assumptions, *forced)})
         found = found.model_copy(update={"provenance": made})
-    if isinstance(cluster, CalibratedCluster):
-        found = _measured(found, cluster)
     return explained(found, graph, cluster, helps=effort != "quick" and not found.provenance.solver.get("stopped"))
 
 
@@ -338,6 +339,8 @@ def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]
 def _measured(plan: Plan, cluster: CalibratedCluster) -> Plan:
     """The plan with its profile's fingerprint in place of the assumption that nothing was measured."""
     kept = tuple(a for a in plan.provenance.assumptions if a != NOT_MEASURED)
+    if left_out(plan) and plan.world_size > 1:
+        kept = (*kept, SCALED)
     made = plan.provenance.model_copy(update={"profile_fingerprint": cluster.profile.fingerprint, "assumptions": kept})
     return plan.model_copy(update={"provenance": made})
 
@@ -353,7 +356,7 @@ def planned_part(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
     """The part of ``cluster`` that the plan is for, if it leaves out devices of this cluster; else ``cluster``."""
     missing = left_out(plan)
     whole = cluster.world_size == plan.world_size + len(missing)
-    if not missing or not whole or type(cluster) is not ClusterSpec:
+    if not missing or not whole:
         return cluster
     part = without(cluster, tuple(missing))
     return part if part.fingerprint == plan.provenance.cluster_fingerprint else cluster

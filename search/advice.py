@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hap.cluster import ClusterSpec
 from hap.search.limits import HASTY, Limits
 from hap.search.problem import Problem
 from hap.search.starts import least_compute_s
-from hap.search.subsets import Advice, fewer_hosts, kinds_of, look_beside, slowest_kinds, without
+from hap.search.subsets import Advice, fewer_hosts, kinds_of, look_beside, paces, slowest_kinds, without
 
 WORTH_SAYING = 0.03  # of the step, that devices cost by taking part
 
@@ -19,10 +18,11 @@ def advise(
     """The best of the clusters without the slowest kinds of devices, or without some of their hosts alone, if a job
     would run clearly faster there than in the ``step_s`` of the plan for all. ``glance``: the step of what a quick
     search finds, by the same clock: ``as_run`` or with nothing overlapped; None where nothing fits."""
-    if problem.pins.sizes or problem.pins.ratios is not None or type(problem.cluster) is not ClusterSpec:
+    if problem.pins.sizes or problem.pins.ratios is not None:
         return None
-    kinds = list(slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()))
-    nested = [(), *fewer_hosts(problem.cluster.devices, problem.whole_s.tolist())]
+    pace = paces(problem.cluster, problem.whole_s.tolist())
+    kinds = list(slowest_kinds(problem.cluster.devices, pace))
+    nested = [(), *fewer_hosts(problem.cluster.devices, pace)]
     found: dict[tuple[int, ...], float] = {(): step_s}
 
     def looked_at(ranks: tuple[int, ...]) -> bool:

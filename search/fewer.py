@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hap.cluster import ClusterSpec
 from hap.errors import PlanError
 from hap.search.beside import Beside, Question
 from hap.search.cases import SHORT_OF
@@ -35,7 +34,7 @@ from hap.search.found import Found, best_of
 from hap.search.judge import LEANEST
 from hap.search.least_bound import MANY, MOST_NODES, Aim, LeastBound
 from hap.search.starts import least_compute_s
-from hap.search.subsets import LeftOut, beyond, fewer_hosts, kinds_of, slowest_kinds, without
+from hap.search.subsets import LeftOut, beyond, fewer_hosts, kinds_of, paces, slowest_kinds, without
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -142,16 +141,14 @@ class Tried:
             self.searches[number].asked = partial(_floor_s, weakref.ref(self.least_bound), number)
 
     def nest(self) -> None:
-        """The smaller clusters are tried, too, and bounds proved beside. PlanError where shares are pinned to ranks,
-        or devices were measured: of all of them together it was measured what collectives take."""
+        """The smaller clusters are tried, too, and bounds proved beside. PlanError where shares are pinned to ranks."""
         search = self.searches[0]
         problem = search.problem
         if problem.pins.sizes or problem.pins.ratios is not None:
             raise PlanError("shares are pinned to ranks; no device can be left out of the plan")
-        if type(problem.cluster) is not ClusterSpec:
-            raise PlanError("devices that were measured cannot be left out of the plan; name fewer in the cluster file")
-        kinds = list(slowest_kinds(problem.cluster.devices, problem.whole_s.tolist()))
-        nested = fewer_hosts(problem.cluster.devices, problem.whole_s.tolist())
+        pace = paces(problem.cluster, problem.whole_s.tolist())
+        kinds = list(slowest_kinds(problem.cluster.devices, pace))
+        nested = fewer_hosts(problem.cluster.devices, pace)
         for ranks in [*kinds, *(some for some in nested if some not in kinds)]:
             self.ranks.append(ranks)
             self.searches.append(replace(search, problem=problem.on(without(problem.cluster, ranks))))

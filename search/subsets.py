@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hap.cluster import ClusterSpec
+from hap.cost_models.profile import CalibratedCluster, MeasuredDevice
 from hap.hosts import Device
 from hap.units import format_time
 
@@ -110,7 +111,8 @@ def kinds_of(cluster: ClusterSpec, ranks: Sequence[int]) -> tuple[Kind, ...]:
 
 
 def without(cluster: ClusterSpec, ranks: Sequence[int]) -> ClusterSpec:
-    """The cluster without the devices of ``ranks``, of which it must keep some. Hosts that lose all of theirs go."""
+    """The cluster without the devices of ``ranks``, of which it must keep some. Hosts that lose all of theirs go. Of a
+    measured one what was measured of the others stays."""
     left = [r for r in range(cluster.world_size) if r not in ranks]
     assert left, "no device is left"
     hosts, rank = [], 0
@@ -125,7 +127,19 @@ def without(cluster: ClusterSpec, ranks: Sequence[int]) -> ClusterSpec:
             hosts.append(host.model_copy(update={"devices": tuple(devices)}))
     names = [h.name for h in hosts]
     links = tuple(p for p in cluster.links if p.source in names and p.target in names)
-    return ClusterSpec(name=cluster.name, backend=cluster.backend, hosts=tuple(hosts), links=links)
+    part = ClusterSpec(name=cluster.name, backend=cluster.backend, hosts=tuple(hosts), links=links)
+    return cluster.profile.part(left, part).calibrate(part) if isinstance(cluster, CalibratedCluster) else part
+
+
+def paces(cluster: ClusterSpec, seconds: Sequence[float]) -> list[float]:
+    """What each device would take for everything alone: of measured ones that the cluster file describes alike, which
+    differ a little, the mean."""
+    devices, means = cluster.devices, dict[int, float]()
+    kinds = [id(d.kind) if isinstance(d, MeasuredDevice) else -1 - d.rank for d in devices]
+    for kind in dict.fromkeys(kinds):
+        alike = [s for k, s in zip(kinds, seconds, strict=True) if k == kind]
+        means[kind] = sum(alike) / len(alike)
+    return [means[kind] for kind in kinds]
 
 
 def slowest_kinds(devices: Sequence[Device], seconds: Sequence[float]) -> Iterator[tuple[int, ...]]:

@@ -3,13 +3,15 @@
     python benchmarks/race.py [--quick] [--models GPT-2,VGG] [--clusters both] [--rounds 4] [--bare]
 
 Every cluster is first measured as a user would (``hap profile``), with the models that are raced; HAP plans from that.
-Contestants: HAP (its planner's own choice for the cluster), with ``--bare`` the same plan without its passes, DDP with
-equal batches, and with batches in proportion to the devices' speeds (weighted so that the gradient is the global
-batch's): DDP, ZeRO-1 (``ZeroRedundancyOptimizer``), FSDP2 (``fully_shard``). Where all devices are equally fast the two
-DDPs are one. All train the same: the losses of the first three steps are compared.
+Contestants: HAP (its planner's own choice for the cluster, ``--leave-out`` if that is fewer devices), with ``--bare``
+the same plan without its passes, DDP with equal batches, and with batches in proportion to the devices' speeds
+(weighted so that the gradient is the global batch's): DDP, ZeRO-1 (``ZeroRedundancyOptimizer``), FSDP2
+(``fully_shard``); and what people do who throw devices out: DDP on the fastest devices behind the fastest networks, and
+one of these alone. Where all devices are equally fast the DDPs with all are one. All train the same: the losses of the
+first three steps are compared.
 Every case is raced in several sessions of fresh processes. Steps per second are those of the slowest rank. *Exposed* is
 a step's time beyond the busiest rank's compute. The *limit* of a case is the step that deals the least compute seen
-perfectly to all devices and communicates for free.
+perfectly to all devices and communicates for free; one device that takes all computes least, if it is raced.
 
 The rows of a case are always of one run, in which its contestants took turns. A run of some cases replaces these in
 ``race.json`` and leaves the others, each with its commit.
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.common import COLOURS, Options, Report, Spread, commit, drawing, parse
 from benchmarks.race_models import MODELS, build
-from benchmarks.race_rank import calibrate, race
+from benchmarks.race_rank import calibrate, fast_hosts, race
 from benchmarks.testbed import RankError, Testbed
 from hap.capture import capture
 from hap.cluster import ClusterSpec
@@ -40,6 +42,7 @@ from hap.placement import Shard
 from hap.rules.choices import choices
 from hap.runtime.emulate import measure_host
 from hap.search.planner import plan_graph
+from hap.starting import in_words, left_out
 
 NAME = "race"
 CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # TFLOP/s and network Mbit/s, by rank
@@ -51,7 +54,8 @@ CLUSTERS: Mapping[str, tuple[tuple[float, ...], tuple[int, ...]]] = {  # TFLOP/s
 }
 OURS = "HAP"
 BARE = "HAP, no passes"
-BASELINES = ("DDP", "DDP, by speed", "ZeRO-1", "FSDP2")
+FAST, ALONE = "DDP, fast hosts", "one device"
+BASELINES = ("DDP", "DDP, by speed", FAST, ALONE, "ZeRO-1", "FSDP2")
 ROUNDS = 2  # of a session
 SESSIONS = 2  # of fresh processes: what memory a process happens to get makes its steps differ by a few percent
 
@@ -175,8 +179,10 @@ def shape_of(plan: Any, graph: Any) -> str:
         whole += node.meta.nbytes if str(plan.strategy(node.name).outputs[0]) == "R" else 0
     inputs = [plan.strategy(node.name).outputs[0] for node in graph.sources("input")]
     groups = [placement.group for placement in inputs if isinstance(placement, Shard)]
-    sizes = ":".join(map(str, plan.groups[groups[0]].sizes)) if groups else "on every rank"
-    return f"batch {sizes}, {whole / total:.0%} of the parameters whole"
+    everywhere = "on every rank" if plan.world_size > 1 else "on one"
+    sizes = ":".join(map(str, plan.groups[groups[0]].sizes)) if groups else everywhere
+    gone = f", without {in_words(plan)}" if left_out(plan) else ""
+    return f"batch {sizes}, {whole / total:.0%} of the parameters whole{gone}"
 
 
 def cannot_run(model: str) -> str | None:
@@ -221,12 +227,14 @@ def run_case(
     graph = capture(
         built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets, name=model
     )
-    plan = plan_graph(choices(graph), told)
+    plan = plan_graph(choices(graph), told, leave_out=True)
     batch = len(built.example_inputs)
     sizes, equal = dealt(batch, CLUSTERS[name][0]), dealt(batch, (1,) * 4)
     names = [who for who in (OURS, BARE, *BASELINES) if who not in absent and (bare or who != BARE)]
     if sizes == equal:
         names.remove("DDP, by speed")
+    if len(fast_hosts(spec)) in (1, spec.world_size):  # which the others already are
+        names.remove(FAST)
     given = (plan.to_json(), told.described.to_yaml(), told.profile.model_dump_json())
     with Testbed(spec) as bed:
         slowdowns = tuple(r.slowdown for r in bed.layout.ranks)

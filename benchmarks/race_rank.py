@@ -3,7 +3,7 @@
 All are given the same global batch, the same AdamW and the same pace: the CPU time that a rank's own computing takes is
 stretched to its device's (``benchmarks.testbed.pace``), and what waits for the wire is not. Where a contestant's
 collectives are torch's own, the pace is told of them by a communication hook (DDP), by overriding the one method that
-sends (ZeRO-1), or by wrapping the calls (FSDP2).
+sends (ZeRO-1), or by wrapping the calls (FSDP2). Ranks that a contestant leaves out wait for it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hap
 from benchmarks.allocations import Allocations
+from benchmarks.race_fsdp import RATE, Fsdp, held
 from benchmarks.race_models import build
 from benchmarks.testbed.pace import Deadline, deadline, own_slowdown
 from hap.build import BuiltModel
@@ -31,8 +34,9 @@ from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.collectives import Communicator
 from hap.runtime.profile import measure
+from hap.starting import left_out
 
-RATE = 1e-3
+BUCKET_MB = 1  # DDP's default of 25 would hold all or half of these small models' gradients, and send them at the end
 WARM = 3  # steps; DDP rearranges its buckets after the first
 RECORDED = 5  # steps of a round whose sections are recorded, unstretched
 RECORDINGS = 3  # rounds: the contestants take turns
@@ -88,19 +92,52 @@ class Contestant(Protocol):
     def tensors(self) -> list[torch.Tensor]: ...
 
 
-class Hap:
-    """``hap.compile`` with a plan made before, from the profile that its cluster was planned with."""
+class Idle:
+    """A rank that a contestant leaves out."""
 
-    def __init__(self, built: BuiltModel, plan: str, cluster: str, profile: str, passes_off: Sequence[str]) -> None:
-        self.program = hap.compile(
-            built.model,
-            Profile.model_validate_json(profile).calibrate(ClusterSpec.from_yaml(cluster)),
-            plan=Plan.from_json(plan),
-            example_inputs=built.example_inputs,
-            example_targets=built.example_targets,
-            loss_fn=built.loss_fn,
-            passes_off=passes_off,
-        )
+    pace: Deadline | None = None
+
+    def step(self) -> float:
+        return 0.0
+
+    def tensors(self) -> list[torch.Tensor]:
+        return []
+
+
+@contextmanager
+def _job_of(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """``hap.compile`` takes the ranks of ``group`` for its job (None: this rank alone), in which nobody waits for the
+    ranks that are left out."""
+    alone = partial(dist.new_group, use_local_synchronization=True)
+    found = Communicator(group, torch.device("cpu"))
+    with mock.patch("hap.api.join", lambda *_: found), mock.patch.object(dist, "new_group", alone):
+        yield
+
+
+class Hap:
+    """``hap.compile`` with a plan made before, from the profile that its cluster was planned with. ``job``: the context
+    of the plan's ranks, if these are not all."""
+
+    def __init__(
+        self,
+        built: BuiltModel,
+        plan: str,
+        cluster: str,
+        profile: str,
+        passes_off: Sequence[str],
+        job: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.job = job
+        with job():
+            self.program = hap.compile(
+                built.model,
+                Profile.model_validate_json(profile).calibrate(ClusterSpec.from_yaml(cluster)),
+                plan=Plan.from_json(plan),
+                example_inputs=built.example_inputs,
+                example_targets=built.example_targets,
+                loss_fn=built.loss_fn,
+                passes_off=passes_off,
+            )
         self.optimizer = torch.optim.AdamW(self.program.parameters(), lr=RATE)
         self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
 
@@ -113,20 +150,22 @@ class Hap:
         self.program.set_pace(pace)
 
     def step(self) -> float:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.program(self.batch, targets=self.targets)
-        loss.backward()
-        self.optimizer.step()
-        return float(loss.detach()) / dist.get_world_size()
+        with self.job():  # groups are made when they are first needed
+            self.optimizer.zero_grad(set_to_none=True)
+            loss = self.program(self.batch, targets=self.targets)
+            loss.backward()
+            self.optimizer.step()
+        return float(loss.detach()) / self.program.plan.world_size
 
     def tensors(self) -> list[torch.Tensor]:
-        return _held(self.program, self.optimizer)
+        return held(self.program, self.optimizer)
 
 
 class Ddp:
-    """DistributedDataParallel with its defaults; rank r has ``sizes[r]`` samples and its loss the weight of those."""
+    """DistributedDataParallel; rank r has ``sizes[r]`` samples and its loss the weight of those. ``group``: of fewer
+    ranks than all."""
 
-    def __init__(self, built: BuiltModel, sizes: Sequence[int]) -> None:
+    def __init__(self, built: BuiltModel, sizes: Sequence[int], group: dist.ProcessGroup | None = None) -> None:
         rank, total = dist.get_rank(), sum(sizes)
         start = sum(sizes[:rank])
         self.pace: Deadline | None = None
@@ -135,7 +174,8 @@ class Ddp:
         self.targets = built.example_targets[start : start + sizes[rank]]
         assert built.loss_fn is not None
         self.loss_fn = built.loss_fn
-        self.module = DistributedDataParallel(built.model)
+        self.group = group
+        self.module = DistributedDataParallel(built.model, process_group=group, bucket_cap_mb=BUCKET_MB)
         self.module.register_comm_hook(None, lambda _, bucket: self._send(bucket))
         self.optimizer = self._optimizer()
 
@@ -146,7 +186,7 @@ class Ddp:
         """The weighted sum of gradients (DDP's own hook divides by the number of ranks, which the weight replaces)."""
         if self.pace is not None:
             self.pace.settle()
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        work = dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
         assert work is not None
         if self.pace is not None:
             self.pace.resume()
@@ -163,7 +203,28 @@ class Ddp:
         return float(loss.detach())
 
     def tensors(self) -> list[torch.Tensor]:
-        return _held(self.module, self.optimizer)
+        return held(self.module, self.optimizer)
+
+
+class Alone:
+    """The whole batch on one rank, which has nobody to talk to."""
+
+    def __init__(self, built: BuiltModel) -> None:
+        self.pace: Deadline | None = None
+        self.batch, self.targets, self.module = built.example_inputs, built.example_targets, built.model
+        assert built.loss_fn is not None
+        self.loss_fn = built.loss_fn
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=RATE)
+
+    def step(self) -> float:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.loss_fn(self.module(self.batch), self.targets)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def tensors(self) -> list[torch.Tensor]:
+        return held(self.module, self.optimizer)
 
 
 class Zero(Ddp):
@@ -184,99 +245,7 @@ class Zero(Ddp):
 
     def tensors(self) -> list[torch.Tensor]:
         assert isinstance(self.optimizer, ZeroRedundancyOptimizer)
-        return _held(self.module, self.optimizer.optim)
-
-
-class Fsdp:
-    """``fully_shard`` of every layer and of the whole; rank r has ``sizes[r]`` samples. FSDP2 averages gradients over
-    the ranks, so the loss has the weight of the samples times the number of ranks."""
-
-    def __init__(self, built: BuiltModel, sizes: Sequence[int]) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        rank, start = dist.get_rank(), sum(sizes[: dist.get_rank()])
-        self.pace: Deadline | None = None
-        self.weight = sizes[rank] / sum(sizes) * dist.get_world_size()
-        self.batch = built.example_inputs[start : start + sizes[rank]]
-        self.targets = built.example_targets[start : start + sizes[rank]]
-        assert built.loss_fn is not None
-        self.loss_fn = built.loss_fn
-        self.module = built.model
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in _blocks(built.model):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.module, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=RATE)
-
-    def step(self) -> float:
-        with _paced_calls(self.pace):
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = self.weight * self.loss_fn(self.module(self.batch), self.targets)
-            loss.backward()
-        self.optimizer.step()
-        return float(loss.detach()) / dist.get_world_size()
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [t.to_local() if hasattr(t, "to_local") else t for t in _held(self.module, self.optimizer)]
-
-
-def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated layers, or the children of a plain sequence."""
-    layers = getattr(model, "layers", None)
-    if layers is None:
-        return [m for m in model.children() if any(True for _ in m.parameters())]
-    return list(getattr(layers, "layers", layers))
-
-
-class _PacedWork:
-    """A torch Work whose waiting is not compute."""
-
-    def __init__(self, work: Any, pace: Deadline) -> None:
-        self._work, self._pace = work, pace
-
-    def wait(self, *args: Any) -> Any:
-        self._pace.settle()
-        done = self._work.wait(*args)
-        self._pace.resume()
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-@contextmanager
-def _paced_calls(pace: Deadline | None) -> Iterator[None]:
-    """torch's collectives that FSDP calls tell the pace."""
-    names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
-    before = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
-    if pace is None:
-        yield
-        return
-
-    def wrapped(call: Callable[..., Any]) -> Callable[..., Any]:
-        def paced(*args: Any, **kwargs: Any) -> Any:
-            pace.settle()
-            work = call(*args, **kwargs)
-            pace.resume()
-            return None if work is None else _PacedWork(work, pace)
-
-        return paced
-
-    for name, call in before.items():
-        setattr(dist, name, wrapped(call))
-    try:
-        yield
-    finally:
-        for name, call in before.items():
-            setattr(dist, name, call)
-
-
-def _held(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    parameters = list(module.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    return [*parameters, *gradients, *state]
+        return held(self.module, self.optimizer.optim)
 
 
 def enter(
@@ -286,18 +255,46 @@ def enter(
     built = build(model)
     match name:
         case "HAP":
-            return Hap(built, plan, cluster, profile, ())
+            return _hap(built, plan, cluster, profile, ())
         case "HAP, no passes":
-            return Hap(built, plan, cluster, profile, ("bucket", "prefetch", "overlap"))
+            return _hap(built, plan, cluster, profile, ("bucket", "prefetch", "overlap"))
         case "DDP":
             return Ddp(built, equal)
         case "DDP, by speed":
             return Ddp(built, sizes)
+        case "DDP, fast hosts":
+            members = fast_hosts(ClusterSpec.from_yaml(cluster))
+            each, more = divmod(len(built.example_inputs), len(members))
+            dealt = {r: each + (i < more) for i, r in enumerate(members)}
+            group = dist.new_group(list(members))
+            if dist.get_rank() not in members:
+                return Idle()
+            return Ddp(built, [dealt.get(r, 0) for r in range(len(sizes))], group)
+        case "one device":
+            return Alone(built) if dist.get_rank() == fast_hosts(ClusterSpec.from_yaml(cluster))[0] else Idle()
         case "ZeRO-1":
             return Zero(built, sizes)
         case "FSDP2":
             return Fsdp(built, sizes)
     raise ValueError(name)
+
+
+def _hap(built: BuiltModel, plan: str, cluster: str, profile: str, passes_off: Sequence[str]) -> Contestant:
+    gone = left_out(Plan.from_json(plan))
+    if not gone:
+        return Hap(built, plan, cluster, profile, passes_off)
+    members = [r for r in range(dist.get_world_size()) if r not in gone]
+    group = dist.new_group(members) if len(members) > 1 else None
+    if dist.get_rank() in gone:
+        return Idle()
+    return Hap(built, plan, cluster, profile, passes_off, partial(_job_of, group))
+
+
+def fast_hosts(cluster: ClusterSpec) -> tuple[int, ...]:
+    """The ranks of the fastest devices behind the fastest networks: whom one keeps who keeps the best alone."""
+    speeds = [d.tflops["float32"] for d in cluster.devices]
+    rates = [min(d.outward[:2]) if d.outward else 0.0 for d in cluster.devices]
+    return tuple(r for r in range(len(speeds)) if speeds[r] == max(speeds) and rates[r] == max(rates))
 
 
 def race(

@@ -211,8 +211,8 @@ class ClusterSpec(Frozen):
     @cached_property
     def fabric(self) -> Fabric:
         """The ports that bytes between ranks share, with the latency of every pair."""
-        given = [d for h in self.hosts for d in (h.inside, h.outside) if d is not None]
-        curves = [d.delays for d in given] + [self._path_delays(p) for p in self.links]
+        given = [h.inside for h in self.hosts] + [h.outside for h in self.hosts if len(self.hosts) > 1]
+        curves = [d.delays for d in given if d is not None] + [self._path_delays(p) for p in self.links]
         sizes = sorted({size for delays in curves for size, _ in delays})
         return Fabric.build(tuple(self._ports()), self._latencies(0.0), [(s, self._latencies(s)) for s in sizes])
 
@@ -291,10 +291,16 @@ class ClusterSpec(Frozen):
     @property
     def _more(self) -> dict[str, Any]:
         """What only some descriptions have; others keep the fingerprint that they had before it could be said."""
-        both = [(h.inside, h.outside) for h in self.hosts]
-        delays = [[d.delays if d else () for d in pair] for pair in both], [self._path_delays(p) for p in self.links]
+        ports = [[d.delays if d else () for d in (h.inside, h.outside)] for h in self.hosts]
+        paths = [self._path_delays(p) for p in sorted(self.links, key=lambda p: (p.source, p.target))]
         kinds = [h.link.kind if isinstance(h.link, LinkSpec) else None for h in self.hosts]
-        return {**({"delays": delays} if self.fabric.by_size else {}), **({"kinds": kinds} if any(kinds) else {})}
+        unnamed = [(h.has_unnamed_link, [d.is_unnamed for d in h.devices]) for h in self.hosts]
+        told = self.backend == "nccl" and any(link or any(own) for link, own in unnamed)
+        return {
+            **({"delays": (ports, paths)} if any(map(any, ports)) or any(paths) else {}),
+            **({"kinds": kinds} if any(kinds) else {}),
+            **({"unnamed": unnamed} if told else {}),
+        }
 
     def check_world_size(self, n: int) -> None:
         """ClusterError unless a job of ``n`` ranks has exactly one device for each."""

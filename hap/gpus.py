@@ -18,6 +18,7 @@ from functools import cache
 from importlib import resources
 
 DTYPES = ("float64", "float32", "tf32", "float16", "bfloat16")
+_VARIANTS = frozenset(("d", "laptop", "max", "mobile", "nvl", "super", "ti"))  # behind a model: another card's name
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,18 @@ def find_gpu(name: str) -> Gpu:
 def find_device(name: str, memory_bytes: int) -> Gpu | None:
     """The row of a GPU that calls itself ``name`` ("NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3", "Tesla T4") and
     says that it has ``memory_bytes``; None if the catalogue has none. The row's model ("A100", "RTX 3090") must be said
-    as whole words, its memory be within a tenth, and a PCIe card be a row of such cards if there is one."""
-    said, on_pcie = _words(name), "pcie" in _words(name)
+    as whole words and not be a part of another ("RTX 3090 Ti"), its memory be within a tenth, and a card that says it
+    is on PCIe or on SXM be a row of such cards."""
+    said = _words(name)
+    on_pcie, on_sxm = "pcie" in said, any(word.startswith("sxm") for word in said)
     found: list[tuple[bool, float, Gpu]] = []
     for gpu in catalogue().values():
         model = [w for w in _words(gpu.name) if w != "pcie" and not w.endswith("gb")]
         away = abs(gpu.memory_bytes - memory_bytes) / gpu.memory_bytes
-        if away <= 0.1 and any(said[i : i + len(model)] == model for i in range(len(said))):
+        begins = [i for i in range(len(said)) if said[i : i + len(model)] == model]
+        alone = any(_VARIANTS.isdisjoint(said[i + len(model) :]) for i in begins)
+        elsewhere = on_sxm if gpu.link == "pcie" else on_pcie
+        if away <= 0.1 and alone and not elsewhere:
             found.append((("pcie" in _words(gpu.name)) != on_pcie, away, gpu))
     return min(found, key=lambda f: f[:2])[2] if found else None
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import numpy as np
 import pydantic
 
-from hap.gpus import DTYPES, Gpu, find_gpu, suggest
+from hap.gpus import DTYPES, Gpu, catalogue, find_gpu, suggest
 from hap.units import format_rate, format_size, format_time, parse_rate, parse_size, parse_time
 
 DEFAULT_LAUNCH_S = 5e-6  # assumed: one kernel launch, the order of magnitude of CUDA's and of a CPU operator call
@@ -146,6 +146,11 @@ class DeviceSpec(Frozen):
     def label(self) -> str:
         return find_gpu(self.gpu).name if self.gpu is not None else self.name or "custom"
 
+    @property
+    def is_unnamed(self) -> bool:
+        """It is called like one of the catalogue, and is none: NCCL's own model is not asked."""
+        return self.gpu is None and self.name in catalogue()
+
     def device(self, rank: int, host: str, index: int, outward: Duplex | None = None) -> Device:
         """The device with its numbers resolved."""
         gpu = self.catalogue_gpu
@@ -249,6 +254,12 @@ class HostSpec(Frozen):
         if self.link == "nvlink":
             return "nvlink"
         return "pcie" if self.link in PCIE_BYTES_PER_S else None
+
+    @property
+    def has_unnamed_link(self) -> bool:
+        """It is given in numbers that one with a name may have, and is of no known kind."""
+        explicit = isinstance(self.link, LinkSpec) and self.link.latency in (NVLINK_LATENCY_S, PCIE_LATENCY_S)
+        return explicit and self.link_kind is None
 
     @property
     def inside(self) -> Duplex | None:

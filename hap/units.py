@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException
 from typing import Any
 
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -37,7 +37,10 @@ def parse_rate(text: Any) -> float:
 
 def parse_size(text: Any) -> int:
     """Whole bytes, more than zero."""
-    return round(_parse(text, SIZE, "a size such as '16GB' or '16GiB'", zero=False))
+    nbytes = round(_parse(text, SIZE, "a size such as '16GB' or '16GiB'", zero=False))
+    if nbytes == 0:
+        raise ValueError(f"must be a byte at least, not {text}")
+    return nbytes
 
 
 def parse_time(text: Any) -> float:
@@ -51,11 +54,12 @@ def _parse(text: Any, units: Mapping[str, Decimal], expected: str, *, zero: bool
         raise ValueError(f"expected {expected}, not {text!r}")
     if match[2] is None:
         raise ValueError(f"{text} has no unit; expected {expected}")
-    if match[2] not in units:
+    unit = match[2].replace("\u03bc", "\u00b5")  # the Greek letter looks like the micro sign
+    if unit not in units:
         raise ValueError(f"unknown unit {match[2]!r}; expected {expected} (units: {', '.join(units)})")
     try:
-        amount = float(Decimal(match[1]) * units[match[2]])
-    except (InvalidOperation, OverflowError):
+        amount = float(Decimal(match[1]) * units[unit])
+    except (DecimalException, OverflowError):
         amount = math.inf
     if not math.isfinite(amount):
         raise ValueError(f"{text} is too large")

@@ -1,6 +1,7 @@
 """Cluster files: what they mean, and one clear line for each way of getting them wrong."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pydantic
@@ -150,6 +151,33 @@ def test_fingerprint_sees_every_value() -> None:
     assert len(seen) == len(changes) + 1
 
 
+def test_fingerprint_sees_what_nccl_s_own_model_asks() -> None:
+    """It knows catalogue GPUs and named links, not others with the same numbers."""
+    named = """
+name: lab
+hosts:
+  - name: a
+    devices: [{gpu: T4, count: 2}]
+    link: pcie3
+"""
+    assert ClusterSpec.from_yaml(named).fingerprint == (
+        "fe0f6bb9790d291fc0709aa61a389db30a5545f3adbbb5539f240807e2623d4d"
+    ), "a name alone changes nothing"
+    link = "{bandwidth: 12GB/s, latency: 5.7us}"
+    device = "{name: T4, tflops: {float64: 0.253, float32: 8.1, float16: 65}, memory: 16GB, memory_bandwidth: 320GB/s,"
+    changed = [named, named.replace("pcie3", link), named.replace("{gpu: T4,", device)]
+    assert named not in changed[1:]
+    for text, known in zip(changed, (True, False, False), strict=True):
+        spec = ClusterSpec.from_yaml(text)
+        assert (spec.nvidia is not None) == known
+        assert spec.fabric.rates.tolist() == [12e9] * 4
+        bare = [replace(d, outward=None) for d in spec.devices]
+        assert bare == [replace(d, outward=None) for d in ClusterSpec.from_yaml(named).devices]
+    assert len({ClusterSpec.from_yaml(text).fingerprint for text in changed}) == 3
+    on_gloo = [ClusterSpec.from_yaml(text + "backend: gloo\n") for text in changed]
+    assert len({spec.fingerprint for spec in on_gloo}) == 1, "where nobody asks, nothing is told apart"
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 REFUSED = [
@@ -162,6 +190,8 @@ REFUSED = [
     ("latency: 30us", "latency: 30", "host 'big': network.latency: 30 has no unit; expected a time such as '30us'"),
     (", latency: 30us", "", "host 'big': network: missing key 'latency'"),
     ("up: 10Gbit/s, ", "", "host 'big': network: give bandwidth, or both up and down"),
+    ("memory: 16GB", "memory: 0.4B", "host 'small': devices[0].memory: must be a byte at least, not 0.4B"),
+    ("300GB/s", "1e999999GB/s", "host 'small': devices[0].memory_bandwidth: 1e999999GB/s is too large"),
     ("memory: 16GB", "memory: 16Gbit", "host 'small': devices[0].memory: unknown unit 'Gbit'; expected a size"),
     ("name: small", "name: big", "host name 'big' is used twice"),
     ("network: {bandwidth: 1Gbit/s, latency: 50us}", "", "host 'small' has no network, so no link to big; add network"),
@@ -244,6 +274,8 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
         (parse_size, "16GiB", 16 * 2**30),
         (parse_time, "30us", 3e-5),
         (parse_time, "30µs", 3e-5),
+        (parse_time, "30\u03bcs", 3e-5),  # the Greek letter
+        (parse_size, "0.6B", 1),
         (parse_time, "0s", 0.0),
     ],
 )
@@ -262,6 +294,21 @@ def test_formatting_loses_nothing(value: float) -> None:
 def test_no_quantity(text: object) -> None:
     with pytest.raises(ValueError):
         parse_rate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1e999999GB", "1e999999GB is too large"),  # beyond what Decimal holds
+        ("0.4B", "must be a byte at least, not 0.4B"),
+        ("0.5B", "must be a byte at least, not 0.5B"),
+        ("0B", "must be more than zero, not 0B"),
+    ],
+)
+def test_no_size(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as e:
+        parse_size(text)
+    assert str(e.value) == message
 
 
 def test_catalogue_is_complete_and_says_where_it_is_from() -> None:
@@ -293,6 +340,15 @@ def test_catalogue_is_complete_and_says_where_it_is_from() -> None:
         ("NVIDIA A10", 22.1, "A10"),
         ("NVIDIA GeForce GTX 1080", 8.0, None),
         ("NVIDIA H100 NVL", 93.1, None),  # another card than both that are listed
+        ("NVIDIA H200 NVL", 139.8, None),
+        ("Tesla P100-PCIE-16GB", 15.9, "P100-PCIE"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, None),  # the row of that memory is of SXM
+        ("NVIDIA A800 80GB PCIe", 79.3, None),
+        ("NVIDIA H800 PCIe", 79.2, None),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX-4090"),
+        ("NVIDIA GeForce RTX 4090 D", 23.6, None),
+        ("NVIDIA GeForce RTX 3090", 23.7, "RTX-3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", 23.7, None),
     ],
 )
 def test_a_gpu_is_known_by_what_it_calls_itself(name: str, gib: float, row: str | None) -> None:

@@ -61,6 +61,24 @@ def test_the_fingerprint_tells_them_apart() -> None:
     assert len({lab(text).fingerprint for text in texts}) == len(texts)
 
 
+def test_the_order_of_links_is_not_told() -> None:
+    back = "{from: a, to: b, bandwidth: 500MB/s, curve: {1MB: 200MB/s}}"
+    path = PATH.partition("[")[2].partition("]")[0]
+    spellings = [lab(f"{LAB}links: [{', '.join(paths)}]\n") for paths in ((back, path), (path, back))]
+    assert spellings[0].fingerprint == spellings[1].fingerprint
+    swapped = lab(f"{LAB}links: [{back.replace('200MB/s', '250MB/s')}, {path.replace('250MB/s', '200MB/s')}]\n")
+    assert swapped.fingerprint != spellings[0].fingerprint
+
+
+def test_a_curve_towards_nobody_slows_nothing() -> None:
+    """A host alone has a network for what is summed over hosts. Inside, NCCL is asked as ever."""
+    network = LAB.partition("    network")[2].partition("\n")[0]
+    found = lab(f"hosts:\n  - name: a\n    devices: [{{gpu: T4, count: 2}}]\n    link: pcie3\n    network{network}\n")
+    assert found.fabric.by_size == () and found.nvidia is not None
+    plain = found.model_copy(update={"hosts": (found.hosts[0].model_copy(update={"network": None}),)})
+    assert plain.fingerprint != found.fingerprint
+
+
 def test_a_kind_is_what_nccl_asks() -> None:
     only = LAB.replace(", curve: {1MB: 500MB/s, 100kB: 250MB/s}", "")
     found = lab(only).nvidia

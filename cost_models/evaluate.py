@@ -77,7 +77,8 @@ class Evaluation:
     def tight(self) -> str:
         """What limits the step, in words: the links, or the busiest device."""
         if self.communication_s > self.stages_s:
-            slowest = max(self.conversions, key=lambda c: c.seconds)
+            sent = [c for c in self.conversions if c.need.collective != "slice"]
+            slowest = max(sent, key=lambda c: c.seconds)
             return f"communication, most of all {slowest.need.collective} of {slowest.need.value}"
         rank = max(range(len(self.compute_s)), key=lambda r: self.compute_s[r])
         return f"compute of {self.devices[rank]}"

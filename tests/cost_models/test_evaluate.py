@@ -112,6 +112,15 @@ def test_slow_links_are_named() -> None:
     assert found.tight == "communication, most of all all_reduce of gw"
 
 
+def test_a_slice_is_no_communication() -> None:
+    """Each rank cuts what it holds: slow memory is not the links' fault, though it takes longer than any of them."""
+    found = evaluate(relu_step(), {**data_parallel(), "x": Strategy((), (R,))}, SIZES, cluster([0.001, 0.001]))
+    longest = max(c.seconds for c in found.conversions)
+    costs = [c._replace(seconds=2 * longest) if c.need.collective == "slice" else c for c in found.conversions]
+    said = replace(found, conversions=tuple(costs), communication_s=1.0, stages_s=0.5).tight
+    assert said == "communication, most of all all_reduce of gw"
+
+
 def test_what_does_not_fit_is_said() -> None:
     found = evaluate(relu_step(), data_parallel(), SIZES, TWO)
     assert found.fits and found.overfull == ()

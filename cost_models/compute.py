@@ -3,6 +3,10 @@
     seconds = launch + max(share * flops / (efficiency * peak),
                            (fixed bytes + share * sharded bytes) / (efficiency * bandwidth))
 
+A sum over hosts, whose work is on the wire, takes its rounds and its bytes, one after the other:
+
+    seconds = launch + rounds * (latency + delay of a message) + bytes / rate
+
 ``share`` is the rank's fraction of the dimension group that the strategy shards: one mesh axis, hence one group. All
 arithmetic and the bytes of sharded slots scale with it; the bytes of replicated and partial slots do not (a matmul
 with a replicated weight reads all of it, however few rows it has). A strategy without a shard does the whole call on
@@ -27,8 +31,8 @@ from hap.deferral import ONE, Batches
 from hap.errors import ClusterError
 from hap.fabric import Array
 from hap.graph import Graph, Node, Value
-from hap.hosts import Device, Duplex
-from hap.hosts_sum import outward_bytes
+from hap.hosts import Device, delay_s
+from hap.hosts_sum import message_bytes, outward_bytes
 from hap.placement import GroupSizes, Shard
 from hap.plan import Strategy
 
@@ -71,25 +75,14 @@ class ComputeModel:
 
     def flops_per_s(self, device: Device, kind: OpClass, dtype: torch.dtype) -> float:
         """Reachable FLOP/s. ClusterError if the device lists neither the dtype nor its stand-in."""
-        if kind == "hosts":
-            return 1.0 / max(_outward(device).latency_s, 1e-12)
         tf32 = self.tf32 and kind in ("matmul", "attention", "conv")
         return self.compute_efficiency[kind] * peak_flops_per_s(device, dtype, tf32=tf32)
 
     def bytes_per_s(self, device: Device, kind: OpClass) -> float:
-        if kind == "hosts":
-            outward = _outward(device)
-            return min(outward.up_bytes_per_s, outward.down_bytes_per_s)
         return self.memory_efficiency[kind] * device.memory_bandwidth_bytes_per_s
 
 
 DEFAULT_MODEL = ComputeModel()
-
-
-def _outward(device: Device) -> Duplex:
-    if device.outward is None:
-        raise ClusterError(f"host {device.host!r} has no network, so nothing can be summed over hosts")
-    return device.outward
 
 
 def peak_flops_per_s(device: Device, dtype: torch.dtype, *, tf32: bool = False) -> float:
@@ -110,7 +103,8 @@ def peak_flops_per_s(device: Device, dtype: torch.dtype, *, tf32: bool = False) 
 
 @dataclass(frozen=True)
 class Parts:
-    """A call under a strategy, split into what every rank does and what is dealt out by ``group`` (None: nothing)."""
+    """A call under a strategy, split into what every rank does and what is dealt out by ``group`` (None: nothing).
+    ``message_bytes``: of a sum over hosts."""
 
     op_class: OpClass
     dtype: torch.dtype
@@ -118,11 +112,12 @@ class Parts:
     n: int
     fixed_flops: float
     shared_flops: float
-    fixed_bytes: int
-    shared_bytes: int
+    fixed_bytes: float
+    shared_bytes: float
     idle_when_empty: bool  # a rank with no share launches nothing
     work: Work = field(compare=False, repr=False)
     strategy: Strategy = field(compare=False, repr=False)
+    message_bytes: float = 0.0
 
     @cached_property
     def call(self) -> str:
@@ -161,9 +156,20 @@ def _over_hosts(work: Work, strategy: Strategy) -> Parts:
     """All ranks wait for what passes the host's way out, whatever their shares."""
     assert work.node is not None
     hosts, ranks = work.node.args[2:]
-    copies = 1 if isinstance(strategy.inputs[0], Shard) else ranks
-    moved = outward_bytes(work.written[0], hosts, copies)
-    return Parts(work.op_class, work.dtype, None, 1, work.flops, 0.0, moved, 0, False, work, strategy)
+    (nbytes,), shape, held = work.written, work.metas[0].shape, strategy.inputs[0]
+    moved = outward_bytes(nbytes, hosts, 1 if isinstance(held, Shard) else ranks)
+    blocks = held.outer if isinstance(held, Shard) and held.dim == shape.index(max(shape)) else None
+    message = message_bytes(nbytes, hosts, ranks, blocks)
+    return Parts(work.op_class, work.dtype, None, 1, work.flops, 0.0, moved, 0, False, work, strategy, message)
+
+
+def _sum_seconds(parts: Parts, device: Device) -> float:
+    """Of a sum over hosts."""
+    if device.outward is None:
+        raise ClusterError(f"host {device.host!r} has no network, so nothing can be summed over hosts")
+    up, down, latency_s, delays = device.outward
+    round_s = latency_s + delay_s(delays, parts.message_bytes)
+    return device.launch_s + parts.fixed_flops * round_s + parts.fixed_bytes / min(up, down)
 
 
 def parts_seconds(parts: Parts, share: float, device: Device, model: ComputeModel = DEFAULT_MODEL) -> float:
@@ -176,6 +182,8 @@ def parts_seconds(parts: Parts, share: float, device: Device, model: ComputeMode
         return device.call_seconds(parts.call, parts.op, parts.op_class, parts.dtype_name, share, work)
     if idle or parts.op_class == "view":
         return 0.0
+    if parts.op_class == "hosts":
+        return _sum_seconds(parts, device)
     arithmetic = (parts.fixed_flops + share * parts.shared_flops) / model.flops_per_s(
         device, parts.op_class, parts.dtype
     )
@@ -199,6 +207,8 @@ def parts_coefficients(
         at_low, at_high = (parts_seconds(parts, share, device, model) for share in (low, high))
         slope = (at_high - at_low) / (high - low)
         return at_low - slope * low, slope
+    if parts.op_class == "hosts":
+        return _sum_seconds(parts, device), 0.0
     flops_per_s = model.flops_per_s(device, parts.op_class, parts.dtype)
     bytes_per_s = model.bytes_per_s(device, parts.op_class)
     arithmetic = (parts.fixed_flops / flops_per_s, parts.shared_flops / flops_per_s)
@@ -263,7 +273,7 @@ class Calls:
         part = self.batches.part(Value(name)) if parts.op_class == "hosts" else 1.0
         if part == 1.0:
             return parts
-        return replace(parts, fixed_flops=part * parts.fixed_flops, fixed_bytes=round(part * parts.fixed_bytes))
+        return replace(parts, fixed_flops=part * parts.fixed_flops, fixed_bytes=part * parts.fixed_bytes)
 
     @cached_property
     def of_the_last(self) -> Calls:
@@ -287,6 +297,7 @@ class ComputeTable:
     devices: Sequence[Device]
     model: ComputeModel = DEFAULT_MODEL
     _rates: dict[tuple[OpClass, torch.dtype], tuple[Array, Array]] = field(default_factory=dict, init=False, repr=False)
+    _sums: dict[Parts, Array] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def is_measured(self) -> bool:
@@ -303,6 +314,12 @@ class ComputeTable:
             self._rates[kind, dtype] = flops, np.array([self.model.bytes_per_s(d, kind) for d in self.devices])
         return self._rates[kind, dtype]
 
+    def _sum_seconds(self, parts: Parts) -> Array:
+        """Of a sum over hosts, on every rank, whatever their shares."""
+        if parts not in self._sums:
+            self._sums[parts] = np.array([_sum_seconds(parts, d) for d in self.devices])
+        return self._sums[parts]
+
     def seconds(self, parts: Parts, shares: Array) -> Array:
         """Seconds of every rank, given every rank's share of ``parts.group`` (ones if it has none)."""
         if self.is_measured:
@@ -310,6 +327,8 @@ class ComputeTable:
             return np.array([parts_seconds(parts, share, device, self.model) for share, device in pairs])
         if parts.op_class == "view":
             return np.zeros(len(self.devices))
+        if parts.op_class == "hosts":
+            return self._sum_seconds(parts)
         flops_per_s, bytes_per_s = self.rates(parts.op_class, parts.dtype)
         arithmetic = (parts.fixed_flops + shares * parts.shared_flops) / flops_per_s
         traffic = (parts.fixed_bytes + shares * parts.shared_bytes) / bytes_per_s
@@ -321,8 +340,13 @@ class ComputeTable:
         if self.is_measured:
             return np.array([self.seconds(parts, row) for parts, row in zip(calls, shares, strict=True)])
         kinds: dict[tuple[OpClass, torch.dtype], int] = {}
-        rows = [kinds.setdefault((parts.op_class, parts.dtype), len(kinds)) for parts in calls]
-        rates = [self.rates(*kind) for kind in kinds]
+        by_rate = [parts.op_class not in ("view", "hosts") for parts in calls]
+        rows = [
+            kinds.setdefault((parts.op_class, parts.dtype), len(kinds) + 1) if counts else 0
+            for parts, counts in zip(calls, by_rate, strict=True)
+        ]
+        no_rate = np.full(len(self.devices), np.inf)
+        rates = [(no_rate, no_rate), *(self.rates(*kind) for kind in kinds)]
         flops, shared_flops, nbytes, shared_bytes = np.array(
             [(p.fixed_flops, p.shared_flops, p.fixed_bytes, p.shared_bytes) for p in calls], dtype=np.float64
         ).T[:, :, None]
@@ -330,5 +354,8 @@ class ComputeTable:
         traffic = (nbytes + shares * shared_bytes) / np.array([bytes_per_s for _, bytes_per_s in rates])[rows]
         seconds: Array = self.launch_s + np.maximum(arithmetic, traffic)
         idle = np.array([p.idle_when_empty for p in calls])[:, None] & (shares <= 0)
-        nothing = np.array([p.op_class == "view" for p in calls])[:, None] | idle
-        return np.where(nothing, 0.0, seconds)
+        seconds = np.where(idle | ~np.array(by_rate)[:, None], 0.0, seconds)
+        for row, parts in enumerate(calls):
+            if parts.op_class == "hosts":
+                seconds[row] = self._sum_seconds(parts)
+        return seconds

@@ -11,6 +11,10 @@ each other host: ``2 (H - 1) / H * W``, as in a reduce-scatter and an all-gather
 whole, each of them gets every sum: ``(1 + k) (H - 1) / H * W``. The parts are equal: with parts l and one round after
 the other, a host with rate r takes ``max(1 - l, (H - 1) l) W / r`` for each, so no parts make the slowest faster than
 equal ones do.
+
+**Messages.** Parts are cut along the longest dim. Where a host's k ranks hold the whole, or shards of another dim, each
+of them has an equal piece of each part, and a message is one in ``H * k`` of the tensor. Where they hold shards of that
+dim, a part may be in the shard of one rank.
 """
 
 from __future__ import annotations
@@ -29,9 +33,15 @@ def hosts_sum(x: torch.Tensor, site: int, hosts: int, ranks: int) -> torch.Tenso
     return x.clone()
 
 
-def outward_bytes(nbytes: int, hosts: int, copies: int) -> int:
+def outward_bytes(nbytes: int, hosts: int, copies: int) -> float:
     """Of a tensor of ``nbytes`` that ``copies`` ranks of each host hold whole (1: that is dealt out)."""
-    return (1 + copies) * nbytes * (hosts - 1) // hosts
+    return (1 + copies) * nbytes * (hosts - 1) / hosts
+
+
+def message_bytes(nbytes: int, hosts: int, ranks: int, blocks: int | None) -> float:
+    """Of the largest message from rank to rank, where all hosts hold the tensor of ``nbytes`` alike. ``blocks``: how
+    many of them each rank holds of the longest dim (a shard's ``outer``), if that is the one that is dealt out."""
+    return nbytes / max(hosts, ranks * (hosts if blocks is None else min(blocks, hosts)))
 
 
 def bundle_bytes(nbytes: int) -> int:

@@ -140,7 +140,7 @@ class Boxes:
         parts = facts.parts(name, strategy)
         how = REPLICATED if parts.group is None else self._how(parts.group)
         key = (how, parts.op_class, parts.dtype, parts.fixed_flops, parts.shared_flops, parts.fixed_bytes)
-        key += (parts.shared_bytes, parts.idle_when_empty, chained)  # type: ignore[assignment]
+        key += (parts.shared_bytes, parts.message_bytes, parts.idle_when_empty, chained)  # type: ignore[assignment]
         if facts.compute.is_measured:  # calls of as much work may take different times
             key += (parts.call,)  # type: ignore[assignment]
         if key not in self._known:

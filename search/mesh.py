@@ -17,14 +17,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.cost_models.compute import Calls, parts_seconds
 from hap.deferral import Batches
 from hap.errors import InfeasibleError, PlanError
+from hap.fabric import Fabric
 from hap.graph import Graph
-from hap.hosts import Device, DuplexSpec, HostSpec
+from hap.hosts import Device, DuplexSpec, HostSpec, format_curve
 from hap.mesh_plan import BATCH, HostPart, MeshPlan, MeshPrediction, verify_mesh_plan
 from hap.placement import Placement, Shard, Sizes
 from hap.plan import GroupPlan, Plan, Strategy
@@ -94,16 +99,26 @@ def _parts(graph: Graph, cluster: ClusterSpec, batches: int) -> list[ClusterSpec
 
 def host_cluster(cluster: ClusterSpec, number: int) -> ClusterSpec:
     """One host as the cluster that its part is planned for. Its network is what every host's sums go by: the least of
-    all ways out and in, and the longest latency, as all wait for each other. What a pair's own link lets through is one
-    of H - 1 parts of what a host sends."""
+    all ways out and in, and the longest latency, as all wait for each other, and of messages of the sizes that curves
+    name the longest latency and delay together. What a pair's own link lets through is one of H - 1 parts of what a
+    host sends."""
     others = len(cluster.hosts) - 1
     rates = [link.bandwidth * others for link in cluster.links if link.bandwidth is not None]
-    waits = [p.latency for p in cluster.links if p.latency is not None]
-    waits += [h.network.latency for h in cluster.hosts if h.network is not None]
     rate = min([slowest_rate(cluster), *rates])
-    network = DuplexSpec.model_validate({"bandwidth": format_rate(rate), "latency": format_time(max(waits))})
+    firsts = list(accumulate((h.size for h in cluster.hosts[:-1]), initial=0))
+    latency_s = _longest_s(cluster.fabric, firsts)
+    waits = {round(size): _longest_s(fabric, firsts) for size, fabric in cluster.fabric.by_size}
+    given: dict[str, Any] = {"bandwidth": format_rate(rate), "latency": format_time(latency_s)}
+    if any(wait_s > latency_s for wait_s in waits.values()):
+        given["curve"] = format_curve({size: size / (wait_s + size / rate) for size, wait_s in waits.items()})
+    network = DuplexSpec.model_validate(given)
     host = cluster.hosts[number].model_copy(update={"network": network})
     return ClusterSpec(name=f"{cluster.name}/{host.name}", backend=cluster.backend, hosts=(host,))
+
+
+def _longest_s(fabric: Fabric, ranks: Sequence[int]) -> float:
+    """The longest latency between any two of these."""
+    return float(fabric.latency_s[np.ix_(ranks, ranks)].max())
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,8 @@ class Tables:
             parts.fixed_flops,
             parts.shared_flops,
         )
-        key += (parts.fixed_bytes, parts.shared_bytes, parts.idle_when_empty)  # type: ignore[assignment]
+        key += (parts.fixed_bytes, parts.shared_bytes, parts.message_bytes)  # type: ignore[assignment]
+        key += (parts.idle_when_empty,)  # type: ignore[assignment]
         self._signatures.setdefault(key, parts)
         return key
 

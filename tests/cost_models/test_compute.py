@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hap.codegen.layout import Layout
 from hap.cost_models.compute import (
     ComputeTable,
+    Parts,
     node_coefficients,
     node_seconds,
     parts_coefficients,
@@ -18,10 +19,11 @@ from hap.cost_models.compute import (
     peak_flops_per_s,
     split_work,
 )
+from hap.cost_models.floors import floor_line
 from hap.cost_models.work import node_work
 from hap.errors import ClusterError
-from hap.hosts import Device, Duplex
-from hap.hosts_sum import HOSTS_SUM, outward_bytes
+from hap.hosts import Delays, Device, Duplex
+from hap.hosts_sum import HOSTS_SUM, message_bytes, outward_bytes
 from hap.placement import Shard
 from hap.plan import Strategy
 from hap.runtime.ragged import Exchange, Site
@@ -116,8 +118,8 @@ SUM = loose(source("a", (8, 8)), node("s", HOSTS_SUM, [V("a"), 5, HOSTS, RANKS],
 DEALT, WHOLE = Strategy((ROWS,), (ROWS,)), Strategy((R,), (R,))
 
 
-def networked(up: float, down: float, latency: float = 0.0) -> Device:
-    return replace(device({"float32": 1.0}), outward=Duplex(up, down, latency))
+def networked(up: float, down: float, latency: float = 0.0, delays: Delays = ()) -> Device:
+    return replace(device({"float32": 1.0}), outward=Duplex(up, down, latency, delays))
 
 
 @pytest.mark.parametrize(("up", "down"), [(1e3, 4e3), (4e3, 1e3)])
@@ -132,10 +134,73 @@ def test_a_sum_over_hosts_takes_what_passes_the_host_s_slower_way(up: float, dow
             assert seconds == pytest.approx(1e-3 + expected)
 
 
-def test_a_small_sum_over_hosts_takes_two_rounds() -> None:
-    for strategy in (DEALT, WHOLE):
-        on = networked(1e9, 1e9, latency=0.25)
-        assert node_seconds(SUM, SUM.by_name["s"], strategy, {"g": (8, 0)}, on, 1) == pytest.approx(1e-3 + 0.5)
+def test_a_sum_over_hosts_takes_two_rounds_and_its_bytes() -> None:
+    """As any message does, not the longer of both."""
+    for strategy, moved in ((DEALT, 384), (WHOLE, 768)):
+        on = networked(1e3, 1e3, latency=0.25)
+        found = node_seconds(SUM, SUM.by_name["s"], strategy, {"g": (8, 0)}, on, 1)
+        assert found == pytest.approx(1e-3 + 0.5 + moved / 1e3)
+
+
+def test_a_sum_over_hosts_waits_for_what_its_messages_wait_for() -> None:
+    """Of 256 bytes on 4 hosts of 3 ranks a message is a twelfth; a quarter where a rank has a host's part alone: delays
+    of 0.2 and 0.5 s in either round."""
+    on = networked(1e9, 1e9, delays=((256 / 12, 0.2), (64, 0.5), (1e3, 9.0)))
+    columns = Strategy((DEEP,), (DEEP,))
+    for strategy, delay_s in ((DEALT, 0.5), (WHOLE, 0.2), (columns, 0.2)):
+        found = node_seconds(SUM, SUM.by_name["s"], strategy, {"g": (3, 3, 2)}, on, 1)
+        assert found == pytest.approx(1e-3 + 2 * delay_s, rel=1e-5)
+
+
+CALLS = [
+    *(split_work(node_work(GRAPH, MM), s) for s in (BY_ROWS, BY_DEPTH, Strategy((R, R), (R,)))),
+    split_work(node_work(GRAPH, GRAPH.by_name["v"]), Strategy((R,), (R,))),
+    *(split_work(node_work(SUM, SUM.by_name["s"]), s) for s in (DEALT, WHOLE)),
+]
+
+
+@given(
+    st.lists(st.sampled_from(CALLS), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(0, 8), st.floats(0.1, 10)), min_size=1, max_size=3),
+    st.floats(0, 1e-2),
+    st.lists(st.floats(0, 1e-2), max_size=2),
+)
+def test_all_ways_to_ask_for_seconds_agree(
+    calls: list[Parts], ranks: list[tuple[int, float]], latency_s: float, delays_s: list[float]
+) -> None:
+    delays = tuple((16.0 * (i + 1), d) for i, d in enumerate(delays_s))
+    outward = Duplex(2e6, 1e6, latency_s, delays)
+    on = [replace(device({"float32": 1e-6 * speed}, 1e6, 1e-4), outward=outward) for _, speed in ranks]
+    share = np.array([atoms / 8 for atoms, _ in ranks])
+    shares = np.array([share if parts.group else np.ones(len(on)) for parts in calls])
+    expected = [
+        [parts_seconds(c, s, d) for s, d in zip(row, on, strict=True)] for c, row in zip(calls, shares, strict=True)
+    ]
+    table = ComputeTable(on)
+    assert table.of_many(calls, shares) == pytest.approx(np.array(expected))
+    assert table.of_many(calls, shares) == pytest.approx(np.array(expected)), "nor does asking change anything"
+    for parts, row, seconds_of in zip(calls, shares, expected, strict=True):
+        assert table.seconds(parts, row) == pytest.approx(np.array(seconds_of))
+        for at, d, s in zip(row, on, seconds_of, strict=True):
+            fixed, slope = parts_coefficients(parts, d, at_share=at)
+            low, per_share = floor_line(parts, d, at_share=at)
+            if at or not parts.idle_when_empty:
+                assert fixed + slope * at == pytest.approx(s) == low + per_share * at
+
+
+def test_a_view_of_integers_needs_no_rate() -> None:
+    """A device that lists bfloat16 alone does all of a model in that."""
+    graph = loose(
+        source("i", (4, 2), dtype=torch.int64),
+        node("flat", "aten.view.default", [V("i"), (8,)], (8,), dtype=torch.int64),
+        source("t", (8,), dtype=torch.bfloat16),
+        node("twice", "aten.add.Tensor", [V("t"), V("t")], (8,), dtype=torch.bfloat16),
+    )
+    on = device({"bfloat16": 1.0})
+    names, whole = ("flat", "twice"), (Strategy((R,), (R,)), Strategy((R, R), (R,)))
+    calls = [split_work(node_work(graph, graph.by_name[n]), s) for n, s in zip(names, whole, strict=True)]
+    found = ComputeTable([on]).of_many(calls, np.ones((2, 1)))
+    assert found.ravel().tolist() == pytest.approx([0.0, parts_seconds(calls[1], 1.0, on)])
 
 
 def test_a_sum_over_hosts_has_one_price_wherever_it_is_asked_for() -> None:
@@ -160,19 +225,23 @@ def test_a_host_without_a_network_sums_nothing() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("hosts", [2, 3, 4])
 def test_outward_bytes_are_those_that_the_runtime_sends(hosts: int, ranks: int) -> None:
-    """Counted in its splits, where hosts are alike and the tensor can be cut evenly: out of each host, and into it."""
-    by_rows = Layout(0, 1, 1, tuple(24 // ranks for _ in range(ranks)))
-    for layout, copies in ((None, ranks), (by_rows, 1)):
-        site = Site((24, 3), (layout,) * hosts)
-        sent, received = [0] * hosts, [0] * hosts
+    """Counted in its splits, where hosts are alike and the tensor can be cut evenly: out of each host, and into it; and
+    the largest message."""
+    by_rows, by_columns = Layout(0, 1, 1, (72 // ranks,) * ranks), Layout(1, 1, 1, (6 // ranks,) * ranks)
+    halves = Layout(0, 2, 1, (36 // ranks,) * ranks)
+    for layout, copies, blocks in ((None, ranks, None), (by_rows, 1, 1), (by_columns, 1, None), (halves, 1, 2)):
+        site = Site((72, 6), (layout,) * hosts)
+        sent, received, largest = [0] * hosts, [0] * hosts, 0
         for rank in range(hosts * ranks):
             for splits in Exchange([site], (ranks,) * hosts, rank).splits:
                 for other in range(hosts * ranks):
                     if other // ranks != rank // ranks:
                         sent[rank // ranks] += splits.outgoing[other]
                         received[rank // ranks] += splits.incoming[other]
-        expected = outward_bytes(24 * 3, hosts, copies)
+                        largest = max(largest, splits.outgoing[other])
+        expected = outward_bytes(72 * 6, hosts, copies)
         assert sent == received == [expected] * hosts
+        assert largest == message_bytes(72 * 6, hosts, ranks, blocks)
 
 
 def test_a_missing_dtype_has_a_stated_stand_in() -> None:

@@ -234,8 +234,8 @@ def sums_by_hand(graph: Graph, plan: Plan, hosts: int, rate: float, latency_s: f
         if node.op == HOSTS_SUM:
             dealt = isinstance(plan.strategy(node.name).inputs[0], Shard)
             copies = 1 if dealt else plan.world_size
-            moved = (1 + copies) * node.meta.nbytes * (hosts - 1) // hosts
-            seconds += launch_s + max(2 * latency_s, moved / rate)
+            moved = (1 + copies) * node.meta.nbytes * (hosts - 1) / hosts
+            seconds += launch_s + 2 * latency_s + moved / rate
     return seconds
 
 

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clusters", default="", help=f"some of {', '.join(CLUSTERS)}; default: {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=0, help="blocks of two steps in a session")
-    options = parse(NAME, "Gradients of several batches: summed once a step, or each time.", argv, parser)
+    options = parse(
+        NAME, "Gradients of several batches: summed once a step, or each time.", argv, parser, ("--clusters",)
+    )
     report = Report(NAME, f"Steps of {BATCHES} batches: gradients summed once, or in every backward pass", options)
     models = ("GPT-2",) if options.quick else tuple(MODELS)
     rounds = options.extra.rounds or (1 if options.quick else ROUNDS)

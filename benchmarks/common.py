@@ -1,10 +1,11 @@
 """The frame of every benchmark: options, the machine, spread, and the three files that a run leaves.
 
-    python benchmarks/NAME.py [--quick] [--out DIR]
+    python benchmarks/NAME.py [--quick --out DIR]
 
 writes ``NAME.json`` (command, commit, machine, spread, figures, absent), ``NAME.md`` (the tables) and ``NAME.png`` into
 ``benchmarks/results/`` unless ``--out`` says otherwise. A figure that this machine cannot measure is absent, with the
-reason; none is ever estimated.
+reason; none is ever estimated. A quick run needs a folder of its own, as does one of some cases where these would take
+the place of all.
 
     options = parse("links", "What a link carries.")
     report = Report("links", "What a link carries", options)
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NOISY_STEAL = 0.05  # more than this share of the CPU time went to other machines: the run should be repeated
+FOLDERS = ("--out", "--rows", "--keep")  # options that name one of this machine
 COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6c5b7b", "#00798c")
 
 
@@ -49,6 +51,7 @@ class Options:
     out: Path
     command: str  # as it can be typed again, from the root of the checkout
     extra: argparse.Namespace
+    some: bool = False  # of the cases only, and the result would have no others
 
 
 @dataclass(frozen=True)
@@ -72,17 +75,26 @@ class Spread:
 
 
 def parse(
-    name: str, description: str, argv: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None
+    name: str,
+    description: str,
+    argv: Sequence[str] | None = None,
+    parser: argparse.ArgumentParser | None = None,
+    selects: Sequence[str] = (),
 ) -> Options:
-    """The options that all benchmarks have; ``parser`` may bring more, found in ``extra``."""
+    """The options that all benchmarks have; ``parser`` may bring more, found in ``extra``. ``selects``: those by which
+    some cases are chosen, where a result keeps no others. SystemExit for bad ones, and for ``--quick`` without a folder
+    of its own."""
     parser = argparse.ArgumentParser() if parser is None else parser
-    parser.prog, parser.description = f"python benchmarks/{name}.py", description
+    parser.prog, parser.description, parser.allow_abbrev = f"python benchmarks/{name}.py", description, False
     parser.add_argument("--quick", action="store_true", help="fewer cases, about a minute on two cores")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results")
     given = sys.argv[1:] if argv is None else list(argv)
     extra = parser.parse_args(given)
-    shown = ["python", f"benchmarks/{name}.py", *_without_out(given)]
-    return Options(extra.quick, extra.out, shlex.join(shown), extra)
+    if extra.quick and _same(extra.out, RESULTS):
+        parser.error("--quick: a few cases do not stand for all in benchmarks/results; --out another folder")
+    shown = ["python", f"benchmarks/{name}.py", *without_folders(given)]
+    some = any(word.partition("=")[0] in selects for word in given)
+    return Options(extra.quick, extra.out, shlex.join(shown), extra, some)
 
 
 def machine() -> dict[str, Any]:
@@ -110,10 +122,13 @@ def commit() -> str | None:
 
 
 class Report:
-    """Collects what a benchmark found; ``write`` leaves the files and prints the tables."""
+    """Collects what a benchmark found; ``write`` leaves the files and prints the tables. To be made before anything is
+    measured: ``commit`` is that of the code that was loaded, and load and stolen time count from here."""
 
     def __init__(self, name: str, title: str, options: Options) -> None:
         self.name, self.title, self.options = name, title, options
+        self.commit = commit()
+        self._spare_others()
         self.figures: dict[str, float] = {}
         self.absent: dict[str, str] = {}
         self.chosen: dict[str, str] = {}
@@ -124,6 +139,16 @@ class Report:
         self._cpu_before = cpu_times()
         self._began = time.monotonic()
         self._taken_by: dict[str, Any] = {}
+
+    def _spare_others(self) -> None:
+        """SystemExit where a run of some cases would replace the stored result of another command."""
+        path = self.options.out / f"{self.name}.json"
+        if self.options.some and _same(path.parent, RESULTS) and path.is_file():
+            stored = json.loads(path.read_text(encoding="utf-8"))["command"]
+            if stored != self.options.command:
+                raise SystemExit(
+                    f"error: some cases would replace {path.name} of `{stored}` in benchmarks/results; --out DIR"
+                )
 
     def taken_by(self, body: Mapping[str, Any]) -> None:
         """The measurements are those of a run that left this JSON: it says when, where and by what they were taken."""
@@ -174,7 +199,7 @@ class Report:
         stolen, total = (now - before for now, before in zip(cpu_times(), self._cpu_before, strict=True))
         return {
             "command": self.options.command,
-            "commit": commit(),
+            "commit": self.commit,
             "machine": self._machine
             | {
                 "load_before": round(self._load_before, 2),
@@ -288,14 +313,18 @@ def _git(*arguments: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-def _without_out(given: Sequence[str]) -> list[str]:
+def _same(a: Path, b: Path) -> bool:
+    return a.resolve() == b.resolve()
+
+
+def without_folders(given: Sequence[str]) -> list[str]:
     """Where files lie belongs to a person's machine."""
     kept, skip = [], False
     for word in given:
         if skip:
             skip = False
-        elif word in ("--out", "--rows"):
+        elif word in FOLDERS:
             skip = True
-        elif not word.startswith(("--out=", "--rows=")):
+        elif not word.startswith(tuple(f"{option}=" for option in FOLDERS)):
             kept.append(word)
     return kept

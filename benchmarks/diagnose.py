@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="copy each job's records into a folder of its own here"
     )
-    options = parse(NAME, "What hap diagnose finds of what is wrong.", argv, parser)
+    options = parse(NAME, "What hap diagnose finds of what is wrong.", argv, parser, ("--only",))
     report = Report(NAME, "What hap diagnose finds in jobs in which something goes wrong", options)
     known = {f"{model}@{name}": (model, name) for model in MODELS for name in CLUSTERS}
     call_s, rows = measure_host().launch_s, []

@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=0, help="turns of each plan in a session")
     parser.add_argument("--batches", type=int, default=1, help="batches of a step")
     parser.add_argument("--clusters", nargs="+", choices=tuple(CLUSTERS), default=tuple(CLUSTERS))
-    options = parse(NAME, "Plans of two axes against plans of one, measured on the testbed.", argv, parser)
+    options = parse(
+        NAME, "Plans of two axes against plans of one, measured on the testbed.", argv, parser, ("--clusters",)
+    )
     batches = options.extra.batches
     report = Report(NAME if batches == 1 else f"{NAME}_batches", "One axis and two, measured", options)
     rounds = options.extra.rounds or (2 if options.quick else 6)

@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clusters", default="", help=f"some of {', '.join(CLUSTERS)}; default: {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=0, help="turns of each plan in a session")
-    options = parse(NAME, "Muon on unequal ranks: owners against the same update everywhere.", argv, parser)
+    options = parse(
+        NAME, "Muon on unequal ranks: owners against the same update everywhere.", argv, parser, ("--clusters",)
+    )
     report = Report(NAME, "Muon: an owner for each matrix, or the same update on every rank", options)
     models = MODELS[:1] if options.quick else MODELS
     rounds, call_s = options.extra.rounds or (2 if options.quick else 4), measure_host().launch_s

@@ -3,8 +3,9 @@
 The cases are those of ``planning_cases``. Seconds are of ``plan_graph`` with its choices by the wall clock, on two
 cores, as bounds are proved in a process of their own; CPU seconds are of both processes. Each case is planned in a new
 process, after its capture, which is apart: nothing is known or loaded from the case before; what takes less than
-``SHORT_S`` so ``RUNS`` times, as machines are shared, and the median counts. With ``--only`` the other rows stay as
-they were in the last result, so that a long list can be run in pieces. What ``planning_ablations.py``,
+``SHORT_S`` so ``RUNS`` times, as machines are shared, and the median counts. Rows that are not planned stay as they
+were in the last result, each with the commit and the CPU that it was taken on, so that a long list can be run in
+pieces. What ``planning_ablations.py``,
 ``planning_sailor.py``, ``planning_hap.py`` and ``planning_astar.py`` found is read from their results, if any.
 """
 
@@ -16,6 +17,7 @@ import multiprocessing
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -26,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from benchmarks.common import COLOURS, RESULTS, Report, Spread, drawing, markdown_table, parse
-from benchmarks.planning_cases import LARGE, PER_DEVICE, SMALL, captured, cluster, titled, used_by
+from benchmarks.common import COLOURS, RESULTS, Report, Spread, drawing, machine, markdown_table, parse
+from benchmarks.planning_cases import LARGE, SMALL, USUAL, asked, captured, cluster, titled, used_by
 from hap.cluster import ClusterSpec
 from hap.deferral import Batches
 from hap.errors import HapError, InfeasibleError
@@ -68,7 +70,8 @@ class Row:
     """One planned case. Where no plan was found, ``failure`` says why and the rest is zero. ``terms_ms``: what the
     step, and the bound, consist of. ``least_s``: the shortest step with nothing overlapped that was found on any of the
     clusters that the bound is for, where that is another plan's. ``overlapped_bound_s``: what was proved of the step as
-    it is run, on the devices used. ``runs_s``: seconds of each search, of which ``wall_s`` is the median."""
+    it is run, on the devices used. ``runs_s``: seconds of each search, of which ``wall_s`` is the median. ``commit``,
+    ``cpu``: of the run that planned it, None where an old result does not tell."""
 
     model: str
     cluster: str
@@ -86,6 +89,9 @@ class Row:
     least_s: float | None = None
     overlapped_bound_s: float | None = None
     runs_s: Sequence[float] = ()
+    batches: int = 1
+    commit: str | None = None
+    cpu: str | None = None
 
     @property
     def name(self) -> str:
@@ -121,24 +127,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(NAME, "How long planning takes, and how far a plan is from the best.", argv, parser)
     if options.extra.batches != 1 and options.out == RESULTS:
         parser.error("--batches: the results are of steps of one batch; --out another folder")
-    every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE] + list(LARGE)
-    wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
+    every = [*USUAL, *LARGE]
+    wanted = asked(options.extra.only, parser) or (QUICK if options.quick else every)
     wanted = [] if options.extra.tables else wanted
-    known = _known(options.out) if options.extra.only or options.extra.tables else {}
+    known = _known(options.out, options.extra.batches)
     report = Report(NAME, "Planning: seconds, and the gap to a proved bound", options)
     if options.extra.tables:
         if not known:
             parser.error(f"--tables: {options.out} has no result of this benchmark")
-        report.taken_by(json.loads((options.out / f"{NAME}.json").read_text()))
+        body = json.loads((options.out / f"{NAME}.json").read_text())
+        if "command" in body:  # else its first run was cut off
+            report.taken_by(body)
+    cpu = machine()["cpu"]
     for case in wanted:
-        known[case] = _timed(case, options.extra.batches)
+        row = _timed(case, options.extra.batches)
+        known[case] = replace(row, batches=options.extra.batches, commit=report.commit, cpu=cpu)
         print(_line(known[case]), file=sys.stderr, flush=True)
         _keep(options.out, known)
-    rows = [known[case] for case in dict.fromkeys([*every, *wanted]) if case in known]
+    rows = [known[case] for case in dict.fromkeys([*every, *known]) if case in known]
     parts = {part: json.loads(p.read_text()) for part in PARTS if (p := options.out / f"{NAME}_{part}.json").is_file()}
     _figures(report, rows, parts)
     if left := [case for case in every if case not in known]:
         report.missing("other cases", f"not in this result, `--only` adds them: {', '.join(left)}")
+    of = Counter(f"{row.commit or 'a commit not told'} on {row.cpu or 'a CPU not told'}" for row in rows)
+    if len(of) > 1:
+        report.text(f"Rows are of several runs: {', '.join(f'{count} at {run}' for run, count in of.items())}.")
     report.table("Cases", COLUMNS, [_cells(row) for row in rows])
     report.text(
         "What lies between step and bound, in ms: ranks wait for the slowest (whole numbers of samples, one vector of "
@@ -164,13 +177,18 @@ def _keep(out: Path, rows: Mapping[str, Row]) -> None:
     path.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
 
 
-def _known(out: Path) -> dict[str, Row]:
-    """The rows of the last result."""
+def _known(out: Path, batches: int) -> dict[str, Row]:
+    """The rows of the last result that are of as many batches. Old ones without a commit are of the run that left the
+    result, if that was of all cases."""
     path = out / f"{NAME}.json"
     if not path.is_file():
         return {}
-    found = json.loads(path.read_text()).get("cases", {})
-    return {case: Row(**{k: v for k, v in row.items() if not k.startswith("gap")}) for case, row in found.items()}
+    body = json.loads(path.read_text())
+    whole = "command" in body and "--only" not in body["command"]
+    about = {"commit": body["commit"], "cpu": body["machine"]["cpu"]} if whole else {}
+    found = body.get("cases", {}).items()
+    rows = {case: Row(**about | {k: v for k, v in row.items() if not k.startswith("gap")}) for case, row in found}
+    return {case: row for case, row in rows.items() if row.batches == batches}
 
 
 def _timed(case: str, batches: int) -> Row:
@@ -283,8 +301,9 @@ def _figures(report: Report, rows: Sequence[Row], parts: Mapping[str, Any]) -> N
                 report.figure(f"worst_seconds_to_{most}", worst.wall_s, Spread.of(worst.runs_s or [worst.wall_s]))
     for r in known:
         if r.cluster not in SMALL and r not in large:
-            report.figure(f"seconds_{r.devices}", r.wall_s)
-            report.figure(f"gap_{r.devices}", r.gap)
+            key = r.devices if r.name in LARGE else r.name
+            report.figure(f"seconds_{key}", r.wall_s)
+            report.figure(f"gap_{key}", r.gap)
     if large:
         report.figure("seconds_1024", max(r.wall_s for r in large))
         report.figure("gap_1024", max(r.gap for r in large))

@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", default=",".join(CASES), metavar="CASES")
     parser.add_argument("--moved", default=",".join(MOVED), metavar="CASES")
     parser.add_argument("--astar", default=",".join(ASTAR), metavar="CASES")
-    options = parse(NAME, "What each decision of the search is worth.", argv, parser)
+    options = parse(NAME, "What each decision of the search is worth.", argv, parser, ("--cases", "--moved", "--astar"))
     torch.set_num_threads(1)
     report = Report(NAME, "What each decision of the search is worth", options)
     as_run: list[list[str]] = []

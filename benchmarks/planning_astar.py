@@ -292,7 +292,9 @@ def same(a: float, b: float, tolerance: float, least_s: float = 0.0) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=0, metavar="N", help="default: 400, or 40 with --quick")
-    options = parse(NAME, "A* against exhaustive search and the MILP on random small steps.", argv, parser)
+    options = parse(
+        NAME, "A* against exhaustive search and the MILP on random small steps.", argv, parser, ("--cases",)
+    )
     torch.set_num_threads(1)
     report = Report(NAME, "A* against exhaustive search and the MILP", options)
     began, outcomes = time.process_time(), []

@@ -7,14 +7,18 @@ for. Clusters: HAP's testbed, mixes of three generations of GPUs, and some in wh
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import ROOT
+from benchmarks.common import RESULTS, ROOT
 from benchmarks.zoo_models import Case, find
 from benchmarks.zoo_models.case import Output, next_token_loss, tokens
 from hap.capture import capture
@@ -42,6 +46,7 @@ MIXES = {
     "mix-1024": (("A100-40GB", 8),) * 64 + (("A100-80GB", 8),) * 32 + (("H100", 8),) * 32,
 }
 SMALL = ("mix-4", "mix-16", "hap", "mix-128")  # clusters that every model of PER_DEVICE is planned for
+USUAL = tuple(f"{model}@{name}" for name in SMALL for model in PER_DEVICE)
 LARGE = ("llama_7b@mix-32", "llama_70b@mix-1024")
 
 
@@ -115,6 +120,27 @@ MIXTRALS = {
     "mixtral_4_layers": Mixtral("Mixtral, 4 layers", 4, (64, 512)),
 }
 WHOLE: Mapping[str, Llama | Mixtral] = {**LLAMAS, **MIXTRALS}
+
+
+def asked(only: str, parser: argparse.ArgumentParser, others: str = "") -> list[str]:
+    """The cases that ``--only`` names, none for an empty text. ``others``: a pattern of more that there are. SystemExit
+    for a case that there is not."""
+    found = only.split(",") if only else []
+    models, clusters = {*PER_DEVICE, *OTHERS, *WHOLE}, {*MIXES, "hap"}
+    for case in found:
+        model, _, name = case.partition("@")
+        if (model not in models or name not in clusters) and not (others and re.fullmatch(others, case)):
+            known = f"{', '.join(sorted(models))} @ {', '.join(sorted(clusters))}"
+            parser.error(f"--only: no such case: {case!r} (known: {known})")
+    return found
+
+
+def plans_before(out: Path) -> dict[str, Any]:
+    """The rows of ``planning.py`` that have a plan, by case: of its result in ``out``, or where it has left none there
+    of the committed one."""
+    path = next(p for folder in (out, RESULTS) if (p := folder / "planning.json").is_file())
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    return {case: row for case, row in rows.items() if not row.get("failure")}
 
 
 def titled(model: str) -> str:

@@ -199,7 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clock", choices=("hap", "ours"), default="hap", help="ours: into planning_hap_ours_N")
     parser.add_argument("--devices", default="", metavar="N,...", help="default: 8,16,32,64, or 8 for our clock")
     parser.add_argument("--models", default=",".join(BUILD), metavar="NAME,...")
-    options = parse(NAME, "HAP's plans and ours under HAP's formulas or under our clock.", argv, parser)
+    options = parse(
+        NAME, "HAP's plans and ours under HAP's formulas or under our clock.", argv, parser, ("--models", "--devices")
+    )
     torch.set_num_threads(1)
     by_hap = options.extra.clock == "hap"
     sizes = options.extra.devices or ("8,16,32,64" if by_hap else "8")

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks.common import Report, parse
-from benchmarks.planning_cases import LLAMAS, PER_DEVICE, SMALL, captured, cluster, of_graph
+from benchmarks.planning_cases import LLAMAS, USUAL, asked, captured, cluster, of_graph
 from hap.cluster import ClusterSpec
 from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph
@@ -60,16 +60,18 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="CASES", help="such as gpt2@mix-4, separated by commas")
-    options = parse(NAME, "Plans of two axes beside plans of one, by the cost model.", argv, parser)
+    options = parse(NAME, "Plans of two axes beside plans of one, by the cost model.", argv, parser, ("--only",))
     torch.set_num_threads(1)
-    every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE]
+    every = [*USUAL]
     every += [f"llama_7b/{batch}@{hosts}x4" for hosts in SAME for batch in SMALL_BATCHES]
-    wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
+    alone = rf"({'|'.join(LLAMAS)})/[1-9]\d*@[1-9]\d*x4"
+    wanted = asked(options.extra.only, parser, alone) or (QUICK if options.quick else every)
+    report = Report(NAME, "Planning: one axis and two", options)
     rows = []
     for case in wanted:
         rows.append(compare(case))
         print(rows[-1], file=sys.stderr, flush=True)
-    write(Report(NAME, "Planning: one axis and two", options), rows)
+    write(report, rows)
 
 
 def compare(case: str) -> Row:

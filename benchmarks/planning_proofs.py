@@ -3,8 +3,8 @@
 The cases are those of ``planning_cases`` on up to 128 devices, as ``planning.py`` plans them, and of them those whose
 gap is above 3 % there, unless ``--all``. Plans are the same; the bound is raised by boxes of the batch's and other
 groups' sizes (``search/cases.py``) until the gap is 2 %, or 500 boxes have been looked at. With ``--only`` the other
-rows stay as they were in the last result, each with the CPU that it was taken on, if ``planning.py`` still has that
-plan.
+rows stay as they were in the last result, each with the commit and the CPU that it was taken on, if ``planning.py``
+still has that plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,12 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks.common import Report, machine, parse
-from benchmarks.planning_cases import PER_DEVICE, SMALL, captured, cluster, titled
+from benchmarks.planning_cases import USUAL, asked, captured, cluster, plans_before, titled
 from hap.rules.choices import choices
 from hap.search import plan_graph
 
 NAME = "planning_proofs"
-QUICK = ("bert@mix-4",)
+QUICK = ("gpt2@mix-4",)
 ASKED = 0.03  # of a gap
 SAME = 1e-3  # of the step: plans that differ by more are not the same
 COLUMNS = ("model", "cluster", "s", "on", "step ms", "bound ms", "gap", "normal gap")
@@ -35,7 +35,7 @@ COLUMNS = ("model", "cluster", "s", "on", "step ms", "bound ms", "gap", "normal 
 
 @dataclass(frozen=True)
 class Row:
-    """``wall_s`` on ``cpu``."""
+    """``wall_s`` on ``cpu``, at ``commit``, None where an old result does not tell."""
 
     model: str
     cluster: str
@@ -43,6 +43,7 @@ class Row:
     step_s: float
     bound_s: float
     cpu: str
+    commit: str | None = None
 
     @property
     def gap(self) -> float:
@@ -55,27 +56,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="those with small gaps, too")
     options = parse(NAME, "How near the best plan plans are, where more is proved of them.", argv, parser)
     torch.set_num_threads(1)
-    normal = json.loads((options.out / "planning.json").read_text())["cases"]
-    every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE]
-    loose = [case for case in every if options.extra.all or normal[case]["gap"] > ASKED]
-    wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else loose
+    normal, every, only = plans_before(options.out), USUAL, asked(options.extra.only, parser)
+    loose = [case for case in every if case in normal and (options.extra.all or normal[case]["gap"] > ASKED)]
+    wanted = only or (QUICK if options.quick else loose)
+    if others := [case for case in wanted if case not in every]:
+        parser.error(f"{', '.join(others)}: not one of the cases on up to 128 devices")
+    if unknown := [case for case in wanted if case not in normal]:
+        parser.error(f"planning.py has no plan of {', '.join(unknown)}; run it first")
     path = options.out / f"{NAME}.json"
     known: dict[str, Row] = {}
-    if options.extra.only and path.is_file():
-        rows_of = json.loads(path.read_text())["cases"].items()
-        known = {case: Row(**{k: v for k, v in row.items() if k != "normal_gap"}) for case, row in rows_of}
+    if only and path.is_file():
+        stored = json.loads(path.read_text())
+        about = {} if "--only" in stored["command"] else {"commit": stored["commit"]}
+        rows_of = stored["cases"].items()
+        known = {case: Row(**about | {k: v for k, v in row.items() if k != "normal_gap"}) for case, row in rows_of}
     report = Report(NAME, "Planning: gaps to bounds that more was done for", options)
     for case in wanted:
-        known[case] = row = proved(case)
+        known[case] = row = replace(proved(case), commit=report.commit)
         raised = f"gap {normal[case]['gap']:.1%} -> {row.gap:.1%}"
         print(f"{case}: {row.wall_s:.1f} s, {raised}", file=sys.stderr, flush=True)
-    other = [case for case, row in known.items() if abs(row.step_s / normal[case]["step_s"] - 1) > SAME]
+    for case in every:
+        if case not in normal:
+            report.missing(case, "planning.py has no plan of it")
+            print(f"{case}: left out, as planning.py has no plan of it", file=sys.stderr, flush=True)
+    there = {case: row for case, row in known.items() if case in normal}
+    other = [case for case, row in there.items() if abs(row.step_s / normal[case]["step_s"] - 1) > SAME]
     for case in other:
         report.missing(case, "planning.py has another plan by now; ask both again")
-    rows = {case: known[case] for case in every if case in known and case not in other}
+    rows = {case: there[case] for case in every if case in there and case not in other}
     if not rows:
         parser.error("planning.py's result is of other plans than these; run it first")
-    small = [normal[case]["gap"] for case in every if case not in known]
+    small = [normal[case]["gap"] for case in every if case in normal and case not in known]
     report.figure("cases", len(rows))
     report.figure("worst_gap", max(row.gap for row in rows.values()))
     report.figure("worst_seconds", max(row.wall_s for row in rows.values()))
@@ -84,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         gaps = [*small, *(row.gap for row in rows.values())]
         report.figure("cases_to_128_within_3_percent", sum(gap <= ASKED for gap in gaps))
         report.figure("the_same_by_planning_alone", sum(normal[case]["gap"] <= ASKED for case in every))
+    if len(commits := dict.fromkeys(str(row.commit) for row in rows.values())) > 1:
+        report.text(f"Rows are of several runs, at {', '.join(commits)}.")
     report.table("Cases", COLUMNS, [_cells(row, normal[case]["gap"]) for case, row in rows.items()])
     report.text(
         "Seconds are of the whole search by the clock on the wall, capture apart. Step and bound have nothing "

@@ -2,8 +2,8 @@
 
 The cases are those of ``planning.py``, planned in the same way: seconds are of ``plan_graph`` with its choices by the
 wall clock, on two cores, capture apart, and devices may be left out. What a whole search finds is read from
-``planning.json``, whose seconds may be of another machine. Steps are compared as they are run, those of graphs that are
-too large to be played with nothing overlapped.
+``planning.json``, whose seconds may be of another machine; what has no plan there is left out. Steps are compared as
+they are run, those of graphs that are too large to be played with nothing overlapped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from benchmarks.common import Report, parse
-from benchmarks.planning_cases import LARGE, PER_DEVICE, SMALL, captured, cluster, titled
+from benchmarks.planning_cases import LARGE, SMALL, USUAL, asked, captured, cluster, plans_before, titled
 from hap.rules.choices import choices
 from hap.search import plan_graph
 
@@ -61,16 +61,19 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="CASES", help="such as gpt2@mix-4, separated by commas")
-    options = parse(NAME, "How long a quick search takes, and what its plans are worth.", argv, parser)
+    options = parse(NAME, "How long a quick search takes, and what its plans are worth.", argv, parser, ("--only",))
     torch.set_num_threads(1)
-    normal = json.loads((options.out / "planning.json").read_text())["cases"]
-    every = [f"{model}@{name}" for name in SMALL for model in PER_DEVICE] + list(LARGE)
-    wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
-    if unknown := [case for case in wanted if case not in normal or normal[case]["failure"]]:
+    normal, only = plans_before(options.out), asked(options.extra.only, parser)
+    wanted = only or (QUICK if options.quick else (*USUAL, *LARGE))
+    unknown = [case for case in wanted if case not in normal]
+    if unknown and (only or len(unknown) == len(wanted)):
         parser.error(f"planning.py has no plan of {', '.join(unknown)}; run it first")
     report = Report(NAME, "Planning: a quick search", options)
+    for case in unknown:
+        report.missing(case, "planning.py has no plan of it")
+        print(f"{case}: left out, as planning.py has no plan of it", file=sys.stderr, flush=True)
     rows: dict[str, Row] = {}
-    for case in wanted:
+    for case in (case for case in wanted if case in normal):
         rows[case] = row = planned(case)
         print(f"{case}: {row.wall_s:.1f} s, {row.longer(normal[case]):+.1%}", file=sys.stderr, flush=True)
     _figures(report, rows, normal)

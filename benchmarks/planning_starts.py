@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import Report, parse
-from benchmarks.planning_cases import PER_DEVICE, SMALL, captured, cluster, titled, used_by
+from benchmarks.planning_cases import USUAL, asked, captured, cluster, titled, used_by
 from hap.errors import InfeasibleError
 from hap.fabric import Array
 from hap.plan import Plan
@@ -63,10 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="CASES", help="such as gpt2@mix-4, separated by commas")
     parser.add_argument("--beginnings", type=int, default=8, help="of every case")
-    options = parse(NAME, "Whether another beginning leads to a shorter step.", argv, parser)
+    options = parse(NAME, "Whether another beginning leads to a shorter step.", argv, parser, ("--only",))
     torch.set_num_threads(1)
-    every = tuple(f"{model}@{name}" for name in SMALL for model in PER_DEVICE)
-    wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else every
+    every = USUAL
+    wanted = asked(options.extra.only, parser) or (QUICK if options.quick else every)
     report = Report(NAME, "Planning from other beginnings", options)
     rows = []
     for case in wanted:

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clusters", default="", help=f"some of {', '.join(CLUSTERS)}; default: {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=0, help="turns of each plan in a session")
-    options = parse(NAME, "Gradients exchanged in bfloat16 or in their own dtype.", argv, parser)
+    options = parse(NAME, "Gradients exchanged in bfloat16 or in their own dtype.", argv, parser, ("--clusters",))
     report = Report(NAME, "Gradients exchanged in bfloat16, or in float32", options)
     models = MODELS[:1] if options.quick else MODELS
     rounds, call_s = options.extra.rounds or (1 if options.quick else 4), measure_host().launch_s

@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="NAMES", help="models, separated by commas")
     parser.add_argument("--rows", type=Path, metavar="DIR", help="keep each row here, and take what is here as found")
-    options = parse(NAME, "Which models HAP captures, plans and trains as one device does.", argv, parser)
+    options = parse(NAME, "Which models HAP captures, plans and trains as one device does.", argv, parser, ("--only",))
     wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else [m.name for m in ZOO]
     torch.set_num_threads(1)
     report = Report(NAME, "The zoo: captured, planned, equal to one device", options)

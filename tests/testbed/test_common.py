@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks import common
 from benchmarks.common import Report, Spread, drawing, markdown_table, parse
 
 
@@ -25,6 +27,41 @@ def test_the_command_can_be_typed_again_and_names_no_folder_of_this_machine(tmp_
     options = parse("links", "x", ["--quick", "--out", str(tmp_path)])
     assert options.command == "python benchmarks/links.py --quick"
     assert (options.quick, options.out) == (True, tmp_path)
+
+
+def test_the_command_names_no_folder_that_another_option_gives() -> None:
+    given = ["--keep", "/mine", "--rows=/mine", "--only", "a"]
+    assert common.without_folders(given) == ["--only", "a"]
+
+
+def test_a_quick_run_needs_a_folder_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("links", "x", ["--quick"])
+    assert "--quick: a few cases do not stand for all" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_some_cases_replace_no_result_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But their own, and in another folder any."""
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+
+    def ask(*given: str) -> Report:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--only")
+        return Report("links", "Links", parse("links", "x", given, parser, ("--only",)))
+
+    ask("--only", "a").write(None)
+    ask("--only", "a").write(None)
+    with pytest.raises(SystemExit, match=r"links.json of `python benchmarks/links.py --only a` in .*; --out DIR"):
+        ask("--only=b")
+    ask("--only=b", "--out", str(tmp_path / "other")).write(None)
+    ask().write(None)
+
+
+def test_the_commit_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = iter(("loaded", "made meanwhile"))
+    monkeypatch.setattr(common, "commit", lambda: next(commits))
+    report = Report("links", "Links", parse("links", "x", ["--out", str(tmp_path)]))
+    assert report.body()["commit"] == report.commit == "loaded"
 
 
 def test_tables_are_aligned() -> None:
@@ -53,7 +90,7 @@ def test_a_run_leaves_json_markdown_and_a_picture(tmp_path: Path) -> None:
 
 
 def test_tables_made_again_say_what_run_their_rows_are_of(tmp_path: Path) -> None:
-    first = Report("links", "Links", parse("links", "x", ["--quick"])).body()
+    first = Report("links", "Links", parse("links", "x", ["--quick", "--out", str(tmp_path)])).body()
     again = Report("links", "Links", parse("links", "x", []))
     again.figure("error", 0.25)
     again.taken_by(first | {"commit": "of the rows"})

@@ -7,8 +7,9 @@
 
     python benchmarks/accuracy.py [--quick] [--only steps,memory,public] [--cluster equal,both]
 
-Each cluster, the memory and the public data are a *slice*, kept in ``results/accuracy/`` with its commit. What the
-command names is measured anew; the report is made of all slices that are there.
+Each cluster, the memory and the public data are a *slice*, kept in ``results/accuracy/`` with its commit and CPU. What
+the command names is measured anew; the report is made of all slices that are there. ``--only ""`` measures nothing and
+makes the tables again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from benchmarks.accuracy_cases import CLUSTERS, MODELS
 from benchmarks.accuracy_memory import measure_memory, tell_memory
 from benchmarks.accuracy_public import measure_public, tell_public
 from benchmarks.accuracy_steps import Row, run_cluster, tell_steps
-from benchmarks.common import COLOURS, Report, commit, drawing, parse
+from benchmarks.common import COLOURS, Report, drawing, machine, parse
 from benchmarks.testbed import network
 
 PARTS = ("steps", "memory", "public")
@@ -44,11 +45,11 @@ def measure(name: str, quick: bool) -> Any:
     return run_cluster(name, MODELS[: 2 if quick else None], network.missing() is None)
 
 
-def take(name: str, quick: bool, folder: Path) -> None:
-    """Measure a slice and keep it."""
+def take(name: str, quick: bool, folder: Path, commit: str | None) -> None:
+    """Measure a slice and keep it. ``commit``: of this code."""
     load, began = os.getloadavg()[0], time.monotonic()
     data = measure(name, quick)
-    about = {"commit": commit(), "quick": quick, "load_before": round(load, 2)}
+    about = {"commit": commit, "cpu": machine()["cpu"], "quick": quick, "load_before": round(load, 2)}
     folder.mkdir(parents=True, exist_ok=True)
     body = {**about, "seconds": round(time.monotonic() - began, 1), "data": data}
     (folder / f"{name}.json").write_text(json.dumps(body) + "\n", encoding="utf-8")
@@ -79,20 +80,26 @@ def draw(axis: Any, rows: Sequence[Row]) -> None:
     axis.legend()
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
     parser.add_argument("--cluster", default=None, metavar="NAMES", help=f"of the steps: some of {','.join(CLUSTERS)}")
-    options = parse("accuracy", "Predicted against measured: steps, memory, public GPU measurements.", parser=parser)
+    options = parse("accuracy", "Predicted against measured: steps, memory, public GPU measurements.", argv, parser)
     report = Report("accuracy", "Predicted against measured", options)
     folder = options.out / "accuracy"
-    for name in chosen(options.extra.only, options.extra.cluster, parser):
-        take(name, options.quick, folder)
+    wanted, stored = chosen(options.extra.only, options.extra.cluster, parser), options.out / "accuracy.json"
+    if not wanted and stored.is_file():
+        report.taken_by(json.loads(stored.read_text(encoding="utf-8")))
+    for name in wanted:
+        take(name, options.quick, folder, report.commit)
     found = {n: json.loads((folder / f"{n}.json").read_text()) for n in SLICES if (folder / f"{n}.json").is_file()}
     report.table(
         "Slices",
-        ["slice", "commit", "seconds", "load before"],
-        [[n, f"{s['commit']}{' quick' * s['quick']}", s["seconds"], s["load_before"]] for n, s in found.items()],
+        ["slice", "commit", "on", "seconds", "load before"],
+        [
+            [n, f"{s['commit']}{' quick' * s['quick']}", s.get("cpu", "not told"), s["seconds"], s["load_before"]]
+            for n, s in found.items()
+        ],
     )
     for name in SLICES:
         if name not in found:

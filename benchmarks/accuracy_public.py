@@ -227,6 +227,7 @@ def tell_public(report: Report, data: Sequence[dict[str, Any]]) -> None:
     results = [Result(**{**r, "held": tuple(Held(**h) for h in r["held"])}) for r in data]
     errors = [h.error for r in results for h in r.held]
     report.figure("public_data_median_error", statistics.median(errors), Spread.of(errors))
+    report.figure("public_data_90_percent_below", ninety(errors))
     report.table(
         "Measurements of others: fitted on rows 0, 3, 6, ... of each group, predicted on the rest",
         ["data", "fitted", "predicted", "left out", "median error", "90 % below", "worst"],
@@ -248,6 +249,10 @@ def tell_public(report: Report, data: Sequence[dict[str, Any]]) -> None:
 
 def shown(result: Result) -> list[object]:
     errors = sorted(h.error for h in result.held)
-    ninety = errors[int(0.9 * (len(errors) - 1))]
-    figures = [f"{e:.1%}" for e in (statistics.median(errors), ninety, errors[-1])]
+    figures = [f"{e:.1%}" for e in (statistics.median(errors), ninety(errors), errors[-1])]
     return [result.name, result.fitted, len(errors), result.left_out, *figures]
+
+
+def ninety(errors: Sequence[float]) -> float:
+    """What nine of ten of them are at most."""
+    return sorted(errors)[int(0.9 * (len(errors) - 1))]

@@ -4,10 +4,11 @@ Language models, classifiers of images, classifiers of texts: each family's own 
 (``zoo_models/families``), in float64, one global batch of 4. Captured, then one step on three lockstep ranks under
 three plans: the batch dealt 2:1:1, and twice any strategies with any sizes, zeros included. Loss, every gradient and
 every buffer are compared with PyTorch's in one process. Where a gradient nearly cancels, PyTorch itself rounds to other
-digits of that tensor with the batch in other orders; so much is allowed, if it is little. A family that does not stand
-the sizes is not counted; what HAP refuses is told in its words. Each runs in a process of its own, limited in seconds
-and memory; one that fails, or is unequal, fails the run. With ``--only`` the other families stay as they were in the
-last result. ``--timm``: those of timm instead, which is to be installed for it (``zoo_models/timm_families``).
+digits of that tensor with the batch in other orders; so much is allowed, if it is little. A family that cannot be
+built or run at these sizes, or for want of a library, is not tried, and told of; what HAP refuses is told in its words.
+Each runs in a process of its own, limited in seconds and memory; one that fails, or is unequal, fails the run. With
+``--only`` the other families stay as they were in the last result. ``--timm``: those of timm instead, which is to be
+installed for it (``zoo_models/timm_families``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import ROOT, Report, commit, parse
+from benchmarks.common import ROOT, Report, parse
 from benchmarks.families_one import ROUNDINGS, TIMM, allowed
 from benchmarks.zoo_models import timm_families
 from benchmarks.zoo_models.equality import TOLERANCE
@@ -35,7 +36,7 @@ from benchmarks.zoo_models.families import families
 QUICK = ("llama", "mamba", "deepseek_v3", "vit", "xlnet", "test_vit", "test_resnet")
 DEADLINE_S, MOST_GIB = 240, 10
 JOBS = 2
-TIMMS_WORDS = "have a model of up to 35 million parameters that stands small images"
+TIMMS_WORDS = "have a model of up to 35 million parameters that could be built and run on small images"
 COLUMNS = ("for", "family", "nodes", "of products dealt out", "worst error", "own", "where")
 
 
@@ -85,17 +86,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAMES", help="families, separated by commas")
     parser.add_argument("--timm", action="store_true", help="those of timm, not of Hugging Face's transformers")
     options = parse("families", "Which of a library's model families HAP trains as one device does.", argv, parser)
-    of = TIMMS if options.extra.timm else Library("transformers", "families", "stand the small sizes", families())
+    of = (
+        TIMMS
+        if options.extra.timm
+        else Library("transformers", "families", "could be built and run at the small sizes", families())
+    )
     quick = [name for name in QUICK if name in {known for _, known in of.families}]
     names = options.extra.only.split(",") if options.extra.only else quick if options.quick else []
     if unknown := set(names) - {name for _, name in of.families}:
         parser.error(f"no such family: {', '.join(sorted(unknown))}")
     wanted = [(kind, name) for kind, name in of.families if not names or name in names]
     report = Report(of.result, f"Model families of {of.package}, equal to one device", options)
-    known, now = _known(options.out / f"{of.result}.json") if options.extra.only else {}, commit()
+    known = _known(options.out / f"{of.result}.json") if options.extra.only else {}
     with ThreadPoolExecutor(JOBS) as pool:
         for number, row in enumerate(pool.map(lambda one: _row(*one), wanted), 1):
-            known[row.kind, row.name] = replace(row, commit=now)
+            known[row.kind, row.name] = replace(row, commit=report.commit)
             print(f"{number}/{len(wanted)} {row.kind} {row.name}: {_said(row)}", file=sys.stderr, flush=True)
     rows = [known[one] for one in of.families if one in known]
     _write(report, of, rows)
@@ -148,9 +153,10 @@ def _write(report: Report, of: Library, rows: Sequence[Row]) -> None:
         f"{ROUNDINGS:g} times what PyTorch differs from itself in that tensor with the batch in other orders (`own`), "
         "under a data-parallel and two random plans."
     )
-    commits = dict.fromkeys(str(r.commit) for r in rows)
+    commits = Counter(str(r.commit) for r in rows)
     if len(commits) > 1:
-        report.text(f"Rows are of several runs, at {', '.join(commits)}.")
+        told = ", ".join(f"{count} at {commit}" for commit, count in commits.most_common())
+        report.text(f"Rows are of several runs: {told}.")
     unequal = [r for r in built if not r.equal]
     if unequal:
         report.table(

@@ -29,6 +29,8 @@
     curves         seconds of every op class of that model, measured, beside what the catalogue of GPUs predicts
     step           seconds of a step of that model, predicted from a profile made here, within 10%; and by the catalogue
 
+Items that are not checked stay as they were in the last result of the same GPUs, each with its commit and command.
+
 Exit code: 0 every item passed or had to be left out, 1 an item failed, 2 bad arguments, 3 there is no GPU.
 """
 
@@ -36,12 +38,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -53,7 +57,7 @@ from benchmarks import gpu_check_mesh as mesh
 from benchmarks import gpu_check_ranks as ranks
 from benchmarks import gpu_check_record as record
 from benchmarks import gpu_check_train as train
-from benchmarks.common import RESULTS, commit, machine
+from benchmarks.common import RESULTS, commit, machine, without_folders
 from benchmarks.gpu_check_cost import Item, Setting, Verdict, alone
 
 NO_GPU = 3
@@ -142,18 +146,21 @@ CHECKS: dict[str, Callable[[Setting], Item | list[Item]]] = {
     "curves": cost.check_curves,
     "step": cost.check_step,
 }
+BESIDE = {"compiled": "overhead", "both": "overhead"}  # items that another's check makes, too
+ORDER = [item for name in CHECKS for item in (name, *(beside for beside, of in BESIDE.items() if of == name))]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU: Gloo, tiny sizes, timings not judged")
-    parser.add_argument("--only", action="append", choices=CHECKS, help="this item (again for more)")
+    parser.add_argument("--only", action="append", choices=ORDER, help="this item (again for more)")
     parser.add_argument("--batch", type=int, default=32, help="timed: so many sequences of 512 tokens (32: 35 GB)")
     parser.add_argument("--rounds", type=int, default=30, help="repetitions of what is timed")
     parser.add_argument("--ranks", type=int, help="default: one for every GPU; three that share the only one")
     parser.add_argument("--commit", help="of a copy that has no history: what it is a copy of")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="default: benchmarks/results")
     given = parser.parse_args(argv)
+    of = given.commit or commit()  # of what was loaded
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not gpus and not given.cpu:
         print("no GPU here: nothing was checked (--cpu rehearses the same code on this machine's CPU)", file=sys.stderr)
@@ -164,30 +171,50 @@ def main(argv: list[str] | None = None) -> int:
         setting = Setting(gpus, given.ranks or (gpus if gpus > 1 else SHARING), given.batch, 512, given.rounds)
     where = "rehearsal on the CPU" if given.cpu else f"{gpus} x {torch.cuda.get_device_name(0)}"
     print(f"{where}, torch {torch.__version__}")
-    items: list[Item] = []
     given.out.mkdir(parents=True, exist_ok=True)
     written = given.out / ("gpu_check_rehearsal.json" if given.cpu else "gpu_check.json")
-    for name, check in CHECKS.items():
-        if given.only and name not in given.only:
+    command = shlex.join(
+        ["python", "benchmarks/gpu_check.py", *without_folders(sys.argv[1:] if argv is None else argv)]
+    )
+    about = {"command": command, "commit": of}
+    items = _known(written, bool(given.only))
+    failed = False
+    wanted = {BESIDE.get(name, name) for name in given.only or CHECKS}
+    for name in CHECKS:
+        if name not in wanted:
             continue
-        for item in _guarded(name, check, setting):
+        for item in _guarded(name, CHECKS[name], setting):
             print(f"{item.verdict:>8}  {item.name:<12} {item.words}", flush=True)
-            items.append(item)
-        body = _record(items, setting, given.commit or commit())
+            items[item.name] = asdict(item) | about
+            failed |= item.verdict == "FAIL"
+        body = about | _record([items[name] for name in ORDER if name in items], setting)
         written.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")  # before the next
     print(f"wrote {written.name}")
-    return 1 if any(item.verdict == "FAIL" for item in items) else 0
+    return int(failed)
 
 
-def _record(items: Sequence[Item], setting: Setting, of: str | None) -> dict[str, object]:
+def _known(path: Path, only: bool) -> dict[str, dict[str, Any]]:
+    """The items of the last result, by name; none of one that is of other GPUs. SystemExit where ``only`` some would
+    take the place of all those."""
+    if not path.is_file():
+        return {}
+    body = json.loads(path.read_text(encoding="utf-8"))
+    then, now = ([gpu.partition(",")[0] for gpu in m.get("gpus", ())] for m in (body["machine"], machine()))
+    if then != now:
+        if only:
+            raise SystemExit(f"error: {path.name} is of {then}, here are {now}: --out another folder")
+        return {}
+    about = {"command": body["command"], "commit": body["commit"]}
+    return {item["name"]: about | item for item in body["items"]}
+
+
+def _record(items: Sequence[Mapping[str, Any]], setting: Setting) -> dict[str, object]:
     return {
-        "command": "python benchmarks/gpu_check.py" + ("" if setting.gpus else " --cpu"),
-        "commit": of,
         "machine": machine(),
         "batch": setting.batch,
         "ranks": setting.ranks,
         "nccl": list(torch.cuda.nccl.version()) if setting.gpus else None,
-        "items": [asdict(item) for item in items],
+        "items": items,
     }
 
 

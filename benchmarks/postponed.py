@@ -74,8 +74,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(report, rows)
 
 
-def cluster(mbit: int, rate: HostRate) -> ClusterSpec:
-    """Two hosts of a core each, with so much of a network."""
+def cluster(mbit: int, rate: HostRate, *, told: bool) -> ClusterSpec:
+    """Two hosts of a core each, with so much of a network: as the links are shaped, or ``told`` to a planner, what they
+    carry of that."""
     device = {
         "name": "core",
         "tflops": {"float32": rate.flops_per_s / 1e12},
@@ -83,19 +84,19 @@ def cluster(mbit: int, rate: HostRate) -> ClusterSpec:
         "memory_bandwidth": f"{rate.bytes_per_s / 1e9:.6f}GB/s",
         "launch": f"{1e6 * rate.launch_s:.3f}us",
     }
-    network = {"bandwidth": f"{mbit * GOODPUT:.3f}Mbit/s", "latency": f"{1e6 * LATENCY_S:.0f}us"}
+    network = {"bandwidth": f"{mbit * (GOODPUT if told else 1):.3f}Mbit/s", "latency": f"{1e6 * LATENCY_S:.0f}us"}
     hosts = [{"name": f"h{i}", "devices": [device], "network": network} for i in range(2)]
     return ClusterSpec.model_validate({"name": f"{mbit} Mbit/s", "backend": "gloo", "hosts": hosts})
 
 
 def run(batch: int, mbit: int, rate: HostRate, count: int, sessions: int) -> Row:
-    built, told = cut(MODEL, batch), cluster(mbit, rate)
+    built, told = cut(MODEL, batch), cluster(mbit, rate, told=True)
     given = {"loss_fn": built.loss_fn, "example_targets": built.example_targets, "name": MODEL}
     graph = capture(built.model, built.example_inputs, **given)
     late = plan_graph(choices(graph), told, pins=DATA_PARALLEL)
     plans = {LATE: late, ORDER: late.model_copy(update={"postponed": {}})}
     texts = {who: plan.to_json() for who, plan in plans.items()}
-    with Testbed(told) as bed:
+    with Testbed(cluster(mbit, rate, told=False)) as bed:
         found = [bed.run(turns, MODEL, batch, texts, count, timeout=600.0) for _ in range(sessions)]
     for first in found[0]:
         for a, b in zip(first[LATE].losses, first[ORDER].losses, strict=True):

@@ -7,6 +7,7 @@ in which a queue dropped a packet or more than 5 % of the CPU was stolen is repe
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
 import time
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import COLOURS, NOISY_STEAL, Report, Spread, drawing, parse
-from benchmarks.testbed import Testbed, deadline, network, throttle
+from benchmarks.testbed import Testbed, cgroup, deadline, network, throttle
 from benchmarks.testbed.layout import GOODPUT, LATENCY_S
 from hap.cluster import ClusterSpec
 from hap.runtime.emulate import Core
@@ -192,10 +193,13 @@ class Compute:
     ratio: Spread  # of the medians, rank 2 / rank 0, by run: 2 is asked
 
 
-def measure_compute(rounds: Rounds, repeats: int, steps: int) -> dict[str, Compute]:
-    runs: dict[str, list[list[list[float]]]] = {"deadline": [], "throttle": [], "quota": []}
+def measure_compute(rounds: Rounds, repeats: int, steps: int, can_hold: bool) -> dict[str, Compute]:
+    """``can_hold``: by quotas, too."""
+    runs: dict[str, list[list[list[float]]]] = {v: [] for v in ("deadline", "throttle", *("quota",) * can_hold)}
     standard_s = Core.work_seconds()
-    with Testbed(SYMMETRIC, "deadline") as timed, Testbed(SYMMETRIC, "quota") as held:
+    with contextlib.ExitStack() as stack:
+        timed = stack.enter_context(Testbed(SYMMETRIC, "deadline"))
+        held = stack.enter_context(Testbed(SYMMETRIC, "quota")) if can_hold else timed
         for _ in range(repeats):
             for variant, found in runs.items():
                 found.append(rounds(held if variant == "quota" else timed, paced, variant, steps, standard_s))
@@ -331,8 +335,8 @@ def draw(axes: Sequence[Any], links: Any, found: Any, compute: dict[str, Compute
     axis.legend()
 
 
-def main() -> int:
-    options = parse("testbed_check", "Does the testbed play what it says?")
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse("testbed_check", "Does the testbed play what it says?", argv)
     report = Report(NAME, "The testbed", options)
     if reason := network.missing():
         for name in ("link_worst_error", "all_reduce_worst_error", "all_gather_worst_error", "deadline_step_spread"):
@@ -344,10 +348,14 @@ def main() -> int:
     links = measure_links(rounds, 3 if quick else 10)
     sizes = [n * MB for n in ((1, 4, 16) if quick else (1, 2, 4, 8, 16))]
     found = measure_collectives(rounds, 3 if quick else 10, sizes)
-    compute = measure_compute(rounds, 3 if quick else 8, 60 if quick else 200)
+    can_hold = cgroup.find() is not None
+    compute = measure_compute(rounds, 3 if quick else 8, 60 if quick else 200, can_hold)
     report_links(report, links)
     report_collectives(report, found)
     report_compute(report, compute)
+    if not can_hold:
+        for name in ("step_spread", "run_spread", "ratio_error"):
+            report.missing(f"quota_{name}", "a quota needs a cpu cgroup (v1 or v2) that this process can write")
     again = f" Repeated once: {'; '.join(rounds.repeated)}." if rounds.repeated else ""
     report.text(f"In what is shown: {rounds.drops} packets dropped, {rounds.timeouts} TCP timeouts.{again}")
     with drawing(1, 3) as (figure, axes):

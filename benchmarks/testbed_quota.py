@@ -28,7 +28,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.accuracy_cases import keep_to_batch
-from benchmarks.common import Options, Report, commit, parse
+from benchmarks.common import Options, Report, parse
 from benchmarks.race import CLUSTERS, chosen, cluster
 from benchmarks.race_models import MODELS, build
 from benchmarks.testbed import Testbed, cgroup, network, played
@@ -199,7 +199,8 @@ def same_losses(model: str, by_rank: Sequence[Mapping[str, Turns]]) -> None:
             assert same, f"{model}: {who} has loss {loss} in step {step}, {EQUAL} {expected}"
 
 
-def run_case(model: str, name: str, host: HostRate, rounds: int, can_hold: bool) -> Case:
+def run_case(model: str, name: str, host: HostRate, rounds: int, can_hold: bool, commit: str | None) -> Case:
+    """``commit``: of this code."""
     spec = cluster(name)
     with Testbed(spec, enforced=network.missing() is None) as bed:
         latency_s = bed.run(exchange_s)[0]
@@ -209,7 +210,7 @@ def run_case(model: str, name: str, host: HostRate, rounds: int, can_hold: bool)
     predicted = {who: plan.predicted.overlapped_s or plan.predicted.step_s for who, plan in plans.items()}
     timed = run_mode("deadline", model, name, plans, told, rounds)
     contended = run_mode("quota", model, name, plans, told, rounds) if can_hold else None
-    return Case(model, name, commit(), predicted, tuple(1 / s for s in slowdowns), timed, contended)
+    return Case(model, name, commit, predicted, tuple(1 / s for s in slowdowns), timed, contended)
 
 
 class CasesReport(Report):
@@ -337,7 +338,7 @@ def main() -> None:
     new = []
     for name in clusters:
         for model in models:
-            new.append(run_case(model, name, host, rounds, cannot is None))
+            new.append(run_case(model, name, host, rounds, cannot is None, report.commit))
             print(line(new[-1]), flush=True)
     tell(report, merged(known_cases(options), new), cannot)
 

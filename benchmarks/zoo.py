@@ -78,15 +78,19 @@ class Proved:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", metavar="NAMES", help="models, separated by commas")
-    parser.add_argument("--rows", type=Path, metavar="DIR", help="keep each row here, and take what is here as found")
+    parser.add_argument(
+        "--rows", type=Path, metavar="DIR", help="keep each row here, and take what is here of this commit as found"
+    )
     options = parse(NAME, "Which models HAP captures, plans and trains as one device does.", argv, parser, ("--only",))
     wanted = options.extra.only.split(",") if options.extra.only else QUICK if options.quick else [m.name for m in ZOO]
+    if unknown := set(wanted) - {m.name for m in ZOO}:
+        parser.error(f"--only: no such model: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     report = Report(NAME, "The zoo: captured, planned, equal to one device", options)
     rows = []
     for number, name in enumerate(wanted, 1):
         began = time.monotonic()
-        rows.append(_kept(options.extra.rows, name))
+        rows.append(_kept(options.extra.rows, name, report.commit))
         took = f"{time.monotonic() - began:.0f} s"
         print(f"{number}/{len(wanted)} {name}: {_verdict(*rows[-1][1:])}; {took}", file=sys.stderr, flush=True)
     _figures(report, rows)
@@ -100,16 +104,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- one model ----
 
 
-def _kept(folder: Path | None, name: str) -> tuple[str, Planned, Proved, Equality]:
-    """The model's row; with a folder, the one that is kept there, so that a run that was stopped goes on."""
+def _kept(folder: Path | None, name: str, commit: str | None) -> tuple[str, Planned, Proved, Equality]:
+    """The model's row; with a folder, the one that is kept there, so that a run that was stopped goes on. SystemExit
+    for a row of another commit than this code's."""
     path = None if folder is None else folder / f"{name}.pickle"
     if path is not None and path.is_file():
-        kept: tuple[str, Planned, Proved, Equality] = pickle.loads(path.read_bytes())
-        return kept
+        kept = pickle.loads(path.read_bytes())
+        if not isinstance(kept, dict) or kept["commit"] != commit:
+            of = kept["commit"] if isinstance(kept, dict) else "a commit that it does not tell"
+            raise SystemExit(f"error: {path.name} in --rows is of {of}, this code is of {commit}: remove it")
+        found: tuple[str, Planned, Proved, Equality] = kept["row"]
+        return found
     row = name, planned(name), proved(name), check(name)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps(row))
+        path.write_bytes(pickle.dumps({"commit": commit, "row": row}))
     return row
 
 

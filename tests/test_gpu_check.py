@@ -81,6 +81,23 @@ def test_a_check_that_breaks_has_failed_and_the_others_run(
     assert "FAIL  ranks" in out and "ValueError: two lines" in out and "ran  curves" in out
 
 
+def test_items_that_are_not_checked_stay_with_their_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``compiled`` is found by the check of ``overhead``. No item joins those of other GPUs."""
+    made = ("overhead", "compiled", "both")
+    monkeypatch.setitem(CHECKS, "overhead", lambda setting: [Item(name, "ran", "fine") for name in made])
+    monkeypatch.setitem(CHECKS, "random", lambda setting: Item("random", "ran", "fine"))
+    given, path = ["--cpu", "--out", str(tmp_path)], tmp_path / "gpu_check_rehearsal.json"
+    assert main([*given, "--only", "random", "--commit", "old"]) == 0
+    assert main([*given, "--only", "compiled", "--commit", "new", "--rounds", "2"]) == 0
+    body = json.loads(path.read_text())
+    assert [(i["name"], i["commit"]) for i in body["items"]] == [("random", "old"), *((name, "new") for name in made)]
+    assert body["command"] == "python benchmarks/gpu_check.py --cpu --only compiled --commit new --rounds 2"
+    assert body["items"][0]["command"] == "python benchmarks/gpu_check.py --cpu --only random --commit old"
+    path.write_text(json.dumps(body | {"machine": {"gpus": ["Another, 1.2"]}}))
+    with pytest.raises(SystemExit, match="another folder"):
+        main([*given, "--only", "random"])
+
+
 def test_without_a_compiler_an_item_is_left_out_but_what_is_ours_must_run() -> None:
     def broken() -> None:
         raise torch._dynamo.exc.TorchDynamoException("no compiler here")

@@ -31,7 +31,7 @@ BURST_BYTES = 16384
 QUEUE_BYTES = 8 << 20
 ACK_SHARE = 0.05  # of the rate is promised to ACKs; what they leave is the data's
 QUANTUM_BYTES = 15140  # ten frames: how HTB takes turns between classes that borrow
-TOOLS = ("ip", "tc", "nsenter")
+TOOLS = ("ip", "tc", "nsenter", "unshare")
 TCP = {
     "ipv4/tcp_congestion_control": "reno",
     "ipv4/tcp_wmem": "4096 65536 524288",
@@ -137,11 +137,14 @@ def shaping(device: str, bytes_per_s: float, paths: Sequence[tuple[str, float]] 
 
 
 def set_rate(layout: Layout, host: HostLayout, direction: str, bytes_per_s: float) -> None:
-    """Change a live host's "up" or "down" rate: a link that degrades under a running job."""
+    """Change a live host's "up" or "down" rate: a link that degrades under a running job. Its paths keep theirs, as far
+    as they fit into a new "up"."""
     index = layout.hosts.index(host)
-    namespace, device = (host.namespace, "eth0") if direction == "up" else (layout.switch, f"p{index}")
-    commands = [c.replace("class add", "class change") for c in shaping(device, bytes_per_s) if c.startswith("class")]
-    _batch("tc", namespace, commands)
+    if direction == "up":
+        namespace, commands = host.namespace, shaping("eth0", bytes_per_s, host.paths)
+    else:
+        namespace, commands = layout.switch, shaping(f"p{index}", bytes_per_s)
+    _batch("tc", namespace, [c.replace("class add", "class change") for c in commands if c.startswith("class")])
 
 
 def destroy(namespaces: Iterable[str]) -> None:

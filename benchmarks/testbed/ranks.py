@@ -19,7 +19,7 @@ import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -294,7 +294,7 @@ def _outputs(
                     selector.unregister(key.fileobj)
             for i, process in enumerate(processes):
                 seats[i].sweep(process.pid)
-                code = process.poll()
+                code = _code(process)
                 if code is not None and i not in codes:
                     codes[i] = code
                     failed_at = min(failed_at, time.monotonic() if code else failed_at)
@@ -324,18 +324,39 @@ def _read_now(descriptor: int) -> bytes:
         return b""
 
 
+def _code(process: subprocess.Popen[bytes]) -> int | None:
+    """A rank's exit code as ``poll`` has it, without reaping: its number stays its group's until ``_end`` is done."""
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask what still runs to end, with all it started; then make it."""
-    for signal_number, patience in ((signal.SIGTERM, END_S), (signal.SIGKILL, END_S)):
-        running = [p for p in processes if p.poll() is None]
-        for process in running:
-            os.killpg(process.pid, signal_number)
-        deadline = time.monotonic() + patience
-        while any(p.poll() is None for p in running) and time.monotonic() < deadline:
+    """Ask what still runs in the ranks' groups to end, be it a rank or what one has left; then make it."""
+    groups = {process.pid for process in processes}
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        for group in _living(groups):
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.killpg(group, signal_number)
+        deadline = time.monotonic() + END_S
+        while _living(groups) and time.monotonic() < deadline:
             time.sleep(0.02)
     for process in processes:
+        process.poll()
         if process.stdout is not None:
             process.stdout.close()
+
+
+def _living(groups: set[int]) -> set[int]:
+    """Those of the process groups in which something still runs."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            state, _, group, *_ = entry.read_text(errors="replace").rpartition(")")[2].split()
+            if state != "Z":
+                found.add(int(group))
+    return found & groups
 
 
 class _Lines:

@@ -97,7 +97,7 @@ def unrecorded() -> tuple[str, ...]:
     controller = cgroup.find()
     if controller is not None:
         ids.update(cgroup.existing(controller))
-    return tuple(sorted(ids - known - {"trial"}))
+    return tuple(sorted(i for i in ids - known if not i.startswith("trial-")))
 
 
 def clean(bed_id: str, controller: cgroup.Controller | None) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 
-from benchmarks import common
+from benchmarks import common, zoo
 from benchmarks.common import Report, Spread, drawing, markdown_table, parse
 
 
@@ -97,3 +98,17 @@ def test_tables_made_again_say_what_run_their_rows_are_of(tmp_path: Path) -> Non
     body = again.body()
     assert (body["command"], body["commit"]) == ("python benchmarks/links.py --quick", "of the rows")
     assert body["machine"] == first["machine"] and body["figures"] == {"error": 0.25}
+
+
+def test_a_model_s_row_is_taken_again_only_at_its_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = ("gpt2", zoo.Planned(), zoo.Proved(0, ()), None)
+    (tmp_path / "gpt2.pickle").write_bytes(pickle.dumps({"commit": "abc", "row": row}))
+    assert zoo._kept(tmp_path, "gpt2", "abc") == row
+    with pytest.raises(SystemExit, match=r"gpt2.pickle in --rows is of abc, this code is of def: remove it"):
+        zoo._kept(tmp_path, "gpt2", "def")
+    (tmp_path / "gpt2.pickle").write_bytes(pickle.dumps(row))
+    with pytest.raises(SystemExit, match="of a commit that it does not tell"):
+        zoo._kept(tmp_path, "gpt2", "abc")
+    with pytest.raises(SystemExit):
+        zoo.main(["--only", "gpt9", "--out", str(tmp_path)])
+    assert "--only: no such model: gpt9" in capsys.readouterr().err.splitlines()[-1]

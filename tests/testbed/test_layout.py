@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.testbed import cgroup
+from benchmarks.testbed import cgroup, network
 from benchmarks.testbed.errors import TestbedError
 from benchmarks.testbed.layout import GOODPUT, Layout, played
 from benchmarks.testbed.network import shaping
@@ -53,6 +53,21 @@ def test_slowdowns_leave_half_of_the_cores() -> None:
 
 def test_the_busiest_ranks_get_a_core_each_and_the_slow_one_the_first() -> None:
     assert [r.core for r in LAYOUT.ranks] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_new_rate_leaves_paths_theirs(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is promised to all classes stays within it."""
+    sent: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(network, "_batch", lambda tool, namespace, commands: sent.append((namespace, list(commands))))
+    big = LAYOUT.hosts[0]
+    network.set_rate(LAYOUT, big, direction, 1e6)
+    ((namespace, commands),) = sent
+    assert namespace == (big.namespace if direction == "up" else LAYOUT.switch)
+    assert all(c.startswith("class change") for c in commands)
+    leaves = {c.split("classid 1:")[1].split()[0]: c for c in commands[1:]}
+    assert set(leaves) == ({"10", "20", "30"} if direction == "up" else {"10", "20"})
+    assert sum(int(c.split(" rate ")[1].split("bit")[0]) for c in leaves.values()) <= 8e6
 
 
 def test_a_rank_s_environment_is_torchrun_s() -> None:

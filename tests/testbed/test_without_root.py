@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.testbed import Testbed, TestbedError, network
+from benchmarks.testbed import RankError, Testbed, TestbedError, cgroup, network, record
 from benchmarks.testbed.__main__ import main
 from hap.cluster import ClusterSpec
+from tests.testbed.test_bed import running
 
 CLUSTER = """
 backend: gloo
@@ -67,6 +68,33 @@ def test_functions_run_as_ranks_on_the_loopback() -> None:
     with Testbed(ClusterSpec.from_yaml(CLUSTER), enforced=False) as bed:
         assert bed.run(total) == [1.0, 1.0]
         assert any("needs root" in sentence for sentence in bed.not_enforced)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_a_rank_that_has_ended_leaves_is_ended(code: int) -> None:
+    sleep = ["sleep", f"47{code}.{os.getpid()}"]
+    command = ["sh", "-c", f"{' '.join(sleep)} > /dev/null 2>&1 & exit {code}"]
+    with Testbed(ClusterSpec.from_yaml(CLUSTER), enforced=False) as bed:
+        if code:
+            with pytest.raises(RankError, match="exited with code 1"):
+                bed.run(command)
+        else:
+            assert bed.run(command) == ["", ""]
+    assert running(sleep) == []
+
+
+def test_a_machine_without_a_tool_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == "unshare" else tool)
+    assert (network.missing() or "").startswith("unshare not found: apt-get install")
+
+
+def test_another_runner_s_trial_of_a_group_is_no_bed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "existing", lambda: ("hapbed-abc123-sw", "hapbed-abc123-0"))
+    monkeypatch.setattr(record, "records", lambda: ())
+    monkeypatch.setattr(cgroup, "find", lambda: cgroup.Controller(1, Path("/nowhere")))
+    monkeypatch.setattr(cgroup, "existing", lambda controller: ("trial-4747", "def456"))
+    assert record.unrecorded() == ("abc123", "def456")
 
 
 def test_run_says_what_is_not_enforced(no_root: None, cluster_file: str, capsys: pytest.CaptureFixture[str]) -> None:

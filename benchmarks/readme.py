@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from benchmarks.common import RESULTS, ROOT, markdown_table
 
 README = ROOT / "README.md"
 _OVER_BEST = re.compile(r"over_best_baseline_([^_]+)_(.+)")
+FITTED = "fitted on a third of each group, forms chosen on the same data"
 Body = Mapping[str, Any]
 
 
@@ -78,12 +81,18 @@ def accumulate(body: Body) -> str:
 
 def diagnose(body: Body) -> str:
     """How much of what went wrong was found, and what was found where nothing did."""
-    f = body["figures"]
+    f, absent = body["figures"], [case for case, why in body["absent"].items() if why == "this job was not run"]
+    jobs = "Jobs of four emulated unequal ranks"
+    if absent:
+        jobs = f"A job of four emulated unequal ranks (one of {1 + len(absent)}: {', '.join(absent)} were not run)"
     words = (
-        f"Jobs of four emulated unequal ranks, in which a device became slow or was so from the start, data came "
-        f"late, a link became slower one way or was cut, a rank never came, was stopped, killed, or raised: of "
-        f"{f['faults']:.0f} {f['faults_found']:.0f} were found, {f['faults_found_with_the_rank']:.0f} with the rank; "
-        f"of {f['healthy_jobs']:.0f} healthy jobs {f['healthy_jobs_with_findings']:.0f} had a finding. How many times "
+        f"{jobs}, in which a device became slow or was so from the start, data came late, a link became slower one way "
+        f"or was cut, a rank never came, was stopped, killed, or raised: of {f['faults']:.0f} faults "
+        f"{f['faults_found']:.0f} were found, {f['faults_found_with_the_rank']:.0f} with the one rank, "
+        f"{f['faults_found_with_a_link']:.0f} as a link of two ranks, and {f['faults_found_with_several_ranks']:.0f}, "
+        "a link that was cut, only as a hang of all that communicate; of "
+        f"{f['healthy_jobs']:.0f} runs with nothing wrong {f['healthy_jobs_with_findings']:.0f} had "
+        f"a finding. How many times "
         f"as slow a device had become was told within {f['worst_error_of_factor']:.1%}, a hang within "
         f"{f['seconds_to_tell_a_hang']:.0f} s. Recording took "
         f"{f['recording_us_of_a_collective']:.0f} us of CPU for each collective."
@@ -106,20 +115,21 @@ def zoo(body: Body) -> str:
 
 def families(body: Body) -> str:
     """Equal to one device, of how many that could be built small; which are refused."""
-    return _families(body, "families", "model families of Hugging Face transformers", "stand small sizes")
+    return _families(body, "families", "model families of Hugging Face transformers", "at small sizes")
 
 
 def families_timm(body: Body) -> str:
     """The same of timm's."""
-    return _families(body, "families_timm", "kinds of timm's vision models", "stand small images")
+    return _families(body, "families_timm", "kinds of timm's vision models", "on small images")
 
 
 def _families(body: Body, name: str, many: str, small: str) -> str:
     f = body["figures"]
     words = (
-        f"Of {f['families']:.0f} {many} {f['families_built']:.0f} {small}; {f['families_equal']:.0f} of these are "
-        "equal to one device under uneven data-parallel and random plans in float64 (largest relative difference "
-        f"{f['worst_error']:.1e}), {f['families_not_equal']:.0f} are not."
+        f"Of {f['families']:.0f} {many} {f['families_built']:.0f} could be built and run {small} (the table says what "
+        f"kept the others from it); {f['families_equal']:.0f} of these are equal to one device under uneven "
+        f"data-parallel and random plans in float64 (largest relative difference {f['worst_error']:.1e}), "
+        f"{f['families_not_equal']:.0f} are not."
     )
     if refused := [case["name"] for case in body["cases"] if case["refused"]]:
         words += f" Refused, each in a line: {', '.join(refused)}."
@@ -128,13 +138,17 @@ def _families(body: Body, name: str, many: str, small: str) -> str:
         if case["failed"]:
             failed.setdefault(case["failed"], []).append(case["name"])
     words += "".join(f" Not compared, as {why}: {', '.join(names)}." for why, names in failed.items())
-    runs = len({case["commit"] for case in body["cases"]})
-    several = {"command": f"{body['command'].partition(' --only')[0]}, {runs} runs, the last"} if runs > 1 else {}
-    return f"{words}\n\n{_source(name, {**body, **several})}"
+    of = Counter(str(case["commit"]) for case in body["cases"]).most_common()
+    if len(of) < 2:
+        return f"{words}\n\n{_source(name, body)}"
+    told = "rows: " + ", ".join(f"{count} at {commit}" for commit, count in of)
+    command, about = body["command"].partition(" --only")[0], body["machine"]
+    where = f"the last run on {about['cores']} cores of {about['cpu']}"
+    return f"{words}\n\n([all figures](benchmarks/results/{name}.md); `{command}`, {told}; {where})"
 
 
 def planning(body: Body) -> str:
-    """Seconds and gap of every case."""
+    """Seconds and gap of every case that was planned; which were not, and why."""
     found = {name: case for name, case in body["cases"].items() if not case["failure"]}
     rows = [
         [
@@ -155,7 +169,17 @@ def planning(body: Body) -> str:
             f"{given_up:.1%}, which no bound can close; the bounds to 128 devices are at most "
             f"{figures['worst_gap_to_128_of_the_shortest_found']:.1%} below the shortest steps found.\n\n"
         )
-    return f"{markdown_table(columns, rows)}\n\n{told}{_source('planning', body)}"
+    if failed := [
+        f"{name} ({case['failure'].splitlines()[0]})" for name, case in body["cases"].items() if case["failure"]
+    ]:
+        told += f"Not planned: {'; '.join(failed)}.\n\n"
+    return "\n\n".join([markdown_table(columns, rows), told + _source("planning", body), *_runs("planning", body)])
+
+
+def _runs(name: str, body: Body) -> list[str]:
+    """Where the rows are of several commits or CPUs: which. Older rows do not tell, and are then of the same run."""
+    pairs = [(f"{case['commit']} on {case['cpu']}", row) for row, case in body["cases"].items() if case.get("commit")]
+    return _of_several(pairs, "The rows are", f"python benchmarks/{name}.py --only ...")
 
 
 def planning_quick(body: Body) -> str:
@@ -187,7 +211,8 @@ def planning_proofs(body: Body) -> str:
         near, before = figures["cases_to_128_within_3_percent"], figures["the_same_by_planning_alone"]
         told = f"Of {cases:.0f} cases to 128 devices {near:.0f} are proved to be within 3%, {before:.0f} without.\n\n"
     columns = ["case", "seconds", "on", "gap", "thorough"]
-    return f"{markdown_table(columns, rows)}\n\n{told}{_source('planning_proofs', body)}"
+    source = told + _source("planning_proofs", body)
+    return "\n\n".join([markdown_table(columns, rows), source, *_runs("planning_proofs", body)])
 
 
 def _percent(gap: float | None) -> str:
@@ -195,17 +220,29 @@ def _percent(gap: float | None) -> str:
 
 
 def accuracy(body: Body) -> str:
-    """Predicted against measured: the errors."""
+    """Predicted against measured: the errors. Steps as they are run are the race's."""
+    figures = body["figures"]
     names = {
-        "step_time_median_error": "step time, median error",
-        "step_time_worst_error": "step time, worst error",
+        "step_time_median_error": "step time with all passes off, median error",
+        "step_time_worst_error": "step time with all passes off, worst error",
         "memory_worst_error": "peak memory, worst error",
-        "public_data_median_error": "public GPU measurements, median error",
+        "public_data_median_error": f"public GPU measurements ({FITTED}), median error",
+        "public_data_90_percent_below": "the same, 90 % are below",
     }
-    rows = [[words, f"{body['figures'][name]:.1%}"] for name, words in names.items() if name in body["figures"]]
-    if (tau := body["figures"].get("kendall_tau_worst_cluster")) is not None:
+    rows = [[words, f"{figures[name]:.1%}"] for name, words in names.items() if name in figures]
+    raced = [
+        abs(case["overlapped_s"] / statistics.median(case["entries"]["HAP"]["steps_s"]) - 1) for case in body["race"]
+    ]
+    if raced:
+        as_run = f"step time as run, passes on (the race's {len(raced)} cases)"
+        at = sum(name in figures for name in ("step_time_median_error", "step_time_worst_error"))
+        rows[at:at] = [
+            [f"{as_run}, median error", f"{statistics.median(raced):.1%}"],
+            [f"{as_run}, worst error", f"{max(raced):.1%}"],
+        ]
+    if (tau := figures.get("kendall_tau_worst_cluster")) is not None:
         rows.append(["ranking of plans, Kendall's tau of the worst cluster", f"{tau:.2f}"])
-    if (tau := body["figures"].get("kendall_tau_worst_cluster_pairs_apart")) is not None:
+    if (tau := figures.get("kendall_tau_worst_cluster_pairs_apart")) is not None:
         rows.append(["the same over the plans that differ by more than steps of one plan do", f"{tau:.2f}"])
     table = markdown_table(["predicted against measured", ""], rows)
     runs = _of_several(body["slices"], "The figures are", "python benchmarks/accuracy.py --only ... --cluster ...")
@@ -256,10 +293,15 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 
 def _read(path: Path) -> Body:
-    """A report, and (commit, name) of each of its slices, where it is made of some (``accuracy``)."""
-    parts = sorted(path.with_suffix("").glob("*.json"))
-    slices = [(json.loads(one.read_text(encoding="utf-8"))["commit"], one.stem) for one in parts]
-    return {**json.loads(path.read_text(encoding="utf-8")), "slices": slices}
+    """A report; (commit, name) of each of its slices, where it is made of some (``accuracy``), the commit with the CPU
+    where it is told; the cases of the race."""
+    parts = {
+        one.stem: json.loads(one.read_text(encoding="utf-8")) for one in sorted(path.with_suffix("").glob("*.json"))
+    }
+    slices = [(" on ".join(part[k] for k in ("commit", "cpu") if k in part), name) for name, part in parts.items()]
+    raced = path.with_name("race.json")
+    race = json.loads(raced.read_text(encoding="utf-8")).get("cases") or [] if raced.is_file() else []
+    return {**json.loads(path.read_text(encoding="utf-8")), "slices": slices, "race": race}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import readme
+from benchmarks.diagnose import Row
+from benchmarks.diagnose_rank import Fault
 from benchmarks.readme import README, SECTIONS, filled
 
 ABOUT = {"command": "python benchmarks/x.py", "commit": "abc", "machine": {"cores": 2, "cpu": "CPU"}}
@@ -65,7 +67,11 @@ def test_the_others(tmp_path: Path) -> None:
     case |= {"overlapped_bound_s": 0.06, "gap_as_run": 0.25}
     text = written(tmp_path, "planning", {"a@b": case, "c@d": case | {"failure": "too large"}})
     row = r"\| a@b +\| +1\.3 \| +80 ms \| +60 ms \| 25\.0% \| +100 ms \| +97 ms \| +3\.1% \|"
-    assert re.search(row, text) and "c@d" not in text and "no bound can close" not in text
+    assert re.search(row, text) and "no bound can close" not in text
+    assert not re.search(r"\| c@d", text) and "Not planned: c@d (too large)." in text and "of several runs" not in text
+    at = [{"commit": commit, "cpu": "CPU"} for commit in ("abc", "def")]
+    text = written(tmp_path, "planning", {"a@b": case | at[0], "c@d": case | at[1]})
+    assert "`python benchmarks/planning.py --only ...`: a@b at abc on CPU; c@d at def on CPU." in text
     gaps = {"that_no_bound_can_close": 0.211, "of_the_shortest_found": 0.181}
     text = written(tmp_path, "planning", {"a@b": case}, **{f"worst_gap_to_128_{k}": v for k, v in gaps.items()})
     assert "by up to 21.1%, which" in text and "at most 18.1% below" in text
@@ -81,8 +87,49 @@ def test_the_others(tmp_path: Path) -> None:
     assert re.search(r"\| a@b +\| +41 \| CPU \| +6\.6% \| +2\.8% \|", text)
     assert "Of 20 cases to 128 devices 11 are proved" in text
     text = written(tmp_path, "accuracy", step_time_median_error=0.0903, kendall_tau_worst_cluster=0.78)
-    assert re.search(r"step time, median error +\| +9\.0% ", text) and "| 0.78 |" in text
+    assert re.search(r"step time with all passes off, median error +\| +9\.0% ", text) and "| 0.78 |" in text
     assert "at most 1.03 times" in written(tmp_path, "collectives", worst_chosen_over_bound=1.03)
+
+
+def test_steps_as_run_are_those_of_the_race(tmp_path: Path) -> None:
+    """Beside those with passes off, which a profile predicts best."""
+    entries = {"HAP": {"steps_s": [1.0, 2.0, 9.0]}}
+    cases = [{"overlapped_s": s, "entries": entries} for s in (1.9, 2.5, 2.2)]
+    (tmp_path / "race.json").write_text(json.dumps({"cases": cases}))
+    figures = {"step_time_median_error": 0.05, "public_data_median_error": 0.07, "public_data_90_percent_below": 0.4}
+    text = written(tmp_path, "accuracy", **figures)
+    rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert [(words.strip(), value.strip()) for words, value in rows[1:]] == [
+        ("step time with all passes off, median error", "5.0%"),
+        ("step time as run, passes on (the race's 3 cases), median error", "10.0%"),
+        ("step time as run, passes on (the race's 3 cases), worst error", "25.0%"),
+        (
+            "public GPU measurements (fitted on a third of each group, forms chosen on the same data), median error",
+            "7.0%",
+        ),
+        ("the same, 90 % are below", "40.0%"),
+    ]
+
+
+def test_families_of_several_commits_say_how_many_are_of_which(tmp_path: Path) -> None:
+    counts = {"families": 4, "families_built": 3, "families_equal": 3, "families_not_equal": 0, "worst_error": 1e-9}
+    cases = [{"name": str(i), "refused": "", "failed": "", "commit": "old" if i else "abc"} for i in range(4)]
+    text = written(tmp_path, "families", cases, **counts)
+    assert "Of 4 model families of Hugging Face transformers 3 could be built and run at small sizes" in text
+    assert "`python benchmarks/x.py`, rows: 3 at old, 1 at abc; the last run on 2 cores of CPU)" in text
+
+
+def test_what_was_found_with_one_rank_with_two_and_with_all() -> None:
+    def row(what: str, rank: int, found: str, *ranks: int) -> Row:
+        return Row("job", Fault(what, rank), (found,), ranks, None, None)
+
+    found = [
+        row("computes slowly", 1, "compute straggler", 1),
+        row("sends slowly", 1, "slow link", 1, 0),
+        row("sends slowly", 0, "slow link", 1, 0),
+        row("link cut", 2, "communication hang", 0, 1, 2, 3),
+    ]
+    assert [one.names for one in found] == ["rank", "link", "", "several"]
 
 
 def test_what_was_not_run_is_said(tmp_path: Path) -> None:

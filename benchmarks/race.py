@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.common import COLOURS, Options, Report, Spread, commit, drawing, parse
+from benchmarks.common import COLOURS, Options, Report, Spread, drawing, parse
 from benchmarks.race_models import MODELS, build
 from benchmarks.race_rank import calibrate, fast_hosts, race
 from benchmarks.testbed import RankError, Testbed
@@ -219,9 +219,9 @@ def profiled(
 
 
 def run_case(
-    model: str, name: str, told: CalibratedCluster, rounds: int, absent: Mapping[str, str], bare: bool
+    model: str, name: str, told: CalibratedCluster, rounds: int, absent: Mapping[str, str], bare: bool, code: str | None
 ) -> Case:
-    """Plan, then race all that are not ``absent``."""
+    """Plan, then race all that are not ``absent``. ``code``: the commit that was loaded."""
     spec = cluster(name)
     built = build(model)
     graph = capture(
@@ -244,7 +244,7 @@ def run_case(
     case = Case(
         model,
         name,
-        commit(),
+        code,
         shape_of(plan, graph),
         predicted.step_s,
         predicted.overlapped_s,
@@ -289,7 +289,7 @@ def main() -> None:
         told = profiled(name, call_s, models)
         print(f"{name}: profiled in {told.profile.seconds_taken:.0f} s", flush=True)
         for model in models:
-            case = run_case(model, name, told, rounds, absent[model], options.extra.bare)
+            case = run_case(model, name, told, rounds, absent[model], options.extra.bare, report.commit)
             report.cases[case.name] = case
             print(line(case), flush=True)
     in_order = [f"{model}, {name}" for name in CLUSTERS for model in MODELS]

@@ -7,14 +7,23 @@ vectors, and the least of their bounds holds for all (branch and bound over the 
 change names), or on the other hosts of that kind; R[j] the fraction of the group on it, of n[j] ranks; a box says
 low[j] <= R[j] <= high[j] for every group that has boxes. In a box
 
-    T >= sum_j u[j] t[busiest rank of j] + v[j] sum of t[r in j]        sum_j u[j] + n[j] v[j] = 1, u, v >= 0
+    T >= sum_j u[j] t[chosen rank of j] + v[j] sum of t[r in j]        sum_j u[j] + n[j] v[j] = 1, u, v >= 0
 
-for any such weights, and the calls of a path (``chain``) may have other weights for every group that they are dealt out
-by. Under a strategy that shards a group with boxes a rank with share m needs at least F + m s seconds (nothing without
-a share, if it is idle then), so with low[j] > 0, as the busiest rank's m is at least R[j] / n[j] and a whole number of
-atoms,
+for any such weights and any choice of a rank of every part, as a stage takes no less than any mean of its ranks. All
+calls of one stage are to be weighed by the same ones, but every stage may have weights and a choice of its own. Those
+of a path (``chain``) tell which: no two groups deal them out in one stage. So there is a set (u, v) for the stages of
+every group that has a box of its own, in which the rank with most of this group is chosen, and one for all other
+stages, in which the rank with most of the batch is. A call of the path is paid for with its group's set; any other call
+may be in any stage, and is paid for with the set that makes it least.
 
-    sum_r w t >= min over R in the box of sum_j u[j] (F + s R[j] / n[j]) + v[j] (F + s R[j])            (_dealt_by)
+Under a strategy that shards a group with boxes a rank with share m needs at least F + m s seconds (nothing without a
+share, if it is idle then). If the chosen rank is the one with most of this group, or the part's only one, its m is at
+least R[j] / n[j] and a whole number of atoms. If it was chosen by another group it may have less of this one than all
+others, or nothing: then it needs F, or nothing at all if it is idle without a share. The ranks of a part together have
+R[j] in any case, and one of them has a share where low[j] > 0. So with low[j] > 0, for a call that is idle without a
+share, where K is 1 if the chosen rank is known to have most, and else 0,
+
+    sum_r w t >= min over R in the box of sum_j u[j] K (F + s R[j] / n[j]) + v[j] (F + s R[j])           (_dealt_by)
 
 and as in ``bound`` under all other strategies, whose shares no box restricts. The least over R, whose parts sum to
 one, is found greedily. What all-to-alls between shards take at least in a box is said in ``crossing``; ``cases``
@@ -62,13 +71,15 @@ class Line(NamedTuple):
 
 class _Within(NamedTuple):
     """Of calls that one group deals out, of which a part has from ``low`` to ``high`` (J,), and its busiest rank no
-    less than ``whole``: ``fixed`` and ``slope`` (L, J) of a rank, and the first of all ranks of a part."""
+    less than ``whole``: ``fixed`` and ``slope`` (L, J) of a rank that has a share, and the first of one that may have
+    none, and of all ranks of a part."""
 
     low: Array
     high: Array
     whole: Array
     fixed: Array
     slope: Array
+    any_fixed: Array
     all_fixed: Array
 
 
@@ -215,9 +226,9 @@ class Boxes:
         own = sets[list(groups)]
         for (how, chained), of in self._alike(groups).items():
             if chained:
-                chosen[of, how] = self._by_set(box, how, of, sets[[how]])[0]
+                chosen[of, how] = self._by_set(box, how, of, sets[[how]], [how])[0]
                 continue
-            found = self._by_set(box, how, of, own)
+            found = self._by_set(box, how, of, own, groups)
             least = np.einsum("slw,sw->sl", found, own).argmin(axis=0)
             chosen[of, np.array(groups)[least]] = found[least, np.arange(len(of))]
         result: Array = chosen.reshape(len(self.how), -1)
@@ -235,14 +246,16 @@ class Boxes:
             self._sides[key] = {by: np.array(numbers) for by, numbers in found.items()}
         return self._sides[key]
 
-    def _by_set(self, box: Box, how: int, of: Array, sets: Array) -> Array:
-        """(S, L, 2 J): the same of some lines, dealt out alike, with each of these sets of weights (u, v)."""
+    def _by_set(self, box: Box, how: int, of: Array, sets: Array, groups: Sequence[int]) -> Array:
+        """(S, L, 2 J): the same of some lines, dealt out alike, with each of these sets of weights (u, v), which are
+        for stages of these groups."""
         n, width = self.ranks, len(self.parts)
         if how == REPLICATED:
             once = np.concatenate([self.whole[of], self.whole[of] * n], axis=1)
             return np.broadcast_to(once, (len(sets), *once.shape))
         if how != self.other:
-            return self._dealt_by(self._within(how, of, box.low[how], box.high[how]), sets)
+            most = np.array([k == how or (k == self.other and how == 0) for k in groups])
+            return self._dealt_by(self._within(how, of, box.low[how], box.high[how]), sets, most)
         fixed, slope = self._side(of, np.full(width, 1.0 / n.sum()))
         fixed = np.where(self.idle[of, None], 0.0, fixed)
         slope = np.where(self.idle[of, None], self.whole[of], slope)
@@ -266,19 +279,24 @@ class Boxes:
             chord = slope + np.divide(fixed, high, out=np.zeros_like(fixed), where=high > 0)
             fixed, slope = np.where(nothing, 0.0, fixed), np.where(nothing, chord, slope)
             whole = np.ceil(low * atoms / n - 1e-9) / atoms
-            self._sides[key] = _Within(low, high, whole, fixed, slope, fixed * np.where(idle, 1.0, n))
+            of_any, of_all = np.where(idle, 0.0, fixed), fixed * np.where(idle, 1.0, n)
+            self._sides[key] = _Within(low, high, whole, fixed, slope, of_any, of_all)
         return cast(_Within, self._sides[key])
 
-    def _dealt_by(self, within: _Within, sets: Array) -> Array:
-        """(S, L, 2 J): what these lines take at the fractions (J,) that are best for each set."""
-        n, width, (low, high, whole, fixed, slope, all_fixed) = self.ranks, len(self.parts), within
+    def _dealt_by(self, within: _Within, sets: Array, most: Array) -> Array:
+        """(S, L, 2 J): what these lines take at the fractions (J,) that are best for each set. ``most`` (S,): whether
+        its chosen ranks are those with most of this group."""
+        n, width, (low, high, whole, fixed, slope, any_fixed, all_fixed) = self.ranks, len(self.parts), within
         u, v = sets[:, None, :width], sets[:, None, width:]
+        known = (most[:, None] | (n == 1))[:, None]
+        of_one = slope * known
         free = np.clip(whole * n, low, high)  # so much costs the busiest rank no more than ``low`` does
-        slopes = np.concatenate([v * slope, u * slope / n + v * slope], axis=2)
+        slopes = np.concatenate([v * slope, u * of_one / n + v * slope], axis=2)
         flat = slopes.reshape(-1, 2 * width)
         pieces = _dealt(flat, np.append(low, np.zeros(width)), np.append(free, high - free)).reshape(slopes.shape)
         at = pieces[..., :width] + pieces[..., width:]
-        return np.concatenate([fixed + slope * np.maximum(at / n, whole), all_fixed + slope * at], axis=2)
+        chosen = np.where(known, fixed, any_fixed) + of_one * np.maximum(at / n, whole)
+        return np.concatenate([chosen, all_fixed + slope * at], axis=2)
 
     def _side(self, of: Array, share: Array) -> tuple[Array, Array]:
         """The side of the roofline that is higher at these shares of a rank (J,): fixed and slope (L, J)."""

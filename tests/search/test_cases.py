@@ -2,12 +2,15 @@
 
 import itertools
 import random
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.collective import collective_seconds
+from hap.cost_models.compute import parts_seconds
 from hap.cost_models.evaluate import evaluate
 from hap.placement import Shard, Sizes
 from hap.rules.choices import Choices
@@ -27,6 +30,14 @@ HOST = """
     devices: [{{name: {1}, count: {2}, tflops: {{float32: {3}}}, memory: 16GB, memory_bandwidth: 500GB/s}}]
     link: {{bandwidth: 20GB/s, latency: 1us}}
     network: {{bandwidth: {4}, latency: 1us}}"""
+
+SLOW = """
+name: slow
+hosts:
+  - name: a
+    devices: [{name: d, count: 2, tflops: {float32: 0.000000001}, memory: 16GB, memory_bandwidth: 100000GB/s}]
+    link: {bandwidth: 100000GB/s, latency: 0us}
+"""
 
 
 def hosts(*kinds: tuple[str, int, float, str]) -> ClusterSpec:
@@ -193,6 +204,72 @@ def test_the_bound_of_a_point_is_below_random_plans_of_these_sizes(seed: int, al
         for _ in range(20):
             strategies = random_strategies(found, rng)
             assert bound_s <= evaluate(found.graph, strategies, sizes, MIXED).step_s
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_no_call_costs_more_than_the_chosen_ranks_take_for_it(alone: bool) -> None:
+    """Whatever group has most on which rank of a part, in stages of whichever group that call may be."""
+    rng, found = random.Random(0), mixer(6, 4, 8)
+    boxes = cases(MIXED, found, alone=alone).boxes
+    names, chained, compared = [name for name, _ in boxes.groups], boxes._chained(), 0
+    for _ in range(30):
+        sizes = {g: round_shares([rng.random() ** 4 for _ in range(8)], group.n) for g, group in found.groups.items()}
+        at = tuple(totals(sizes[name], sizes[names[0]]) for name in names)
+        box = Box(at, at)
+        groups = (*boxes.restricted(box), boxes.other)
+        one = [rng.random() ** 3 * often for often in (1.0, 0.01) for _ in boxes.parts]
+        one = np.array(one) * np.repeat([1.0, rng.choice([0.0, 1.0])], len(boxes.parts))
+        one /= one @ np.concatenate([np.ones(len(boxes.parts)), boxes.ranks])
+        price = boxes.coefficients(box, np.tile(one, boxes.other + 1)) @ np.tile(one, boxes.other + 1)
+        for (_, _, name, option), line in zip(boxes.relaxed.options, boxes.line, strict=False):
+            how, parts = boxes.how[line], boxes.facts.parts(name, boxes.facts.candidates[name][option])
+            if found.graph.by_name[name].is_source or how not in groups[:-1]:
+                continue
+            n, own = boxes.atoms[how], sizes[names[how]]
+            seconds = [parts_seconds(parts, x / n, d) for x, d in zip(own, MIXED.devices, strict=True)]
+            for k in [how] if name in chained else groups:
+                weights = rank_weights(one, sizes[names[0 if k == boxes.other else k]], sizes[names[0]])
+                assert price[line] <= weights @ seconds * (1 + 1e-9)
+                compared += 1
+    assert compared > 1_000
+
+
+def rank_weights(one: np.ndarray, sizes: Sizes, batch: Sizes) -> np.ndarray:
+    """Of the ranks of ``MIXED``: u of the rank of every part that has most of these sizes, v of all."""
+    most = max(range(3), key=lambda h: sum(batch[2 + 2 * h : 4 + 2 * h]))
+    slow = [2 + 2 * most, 3 + 2 * most]
+    found = np.zeros(8)
+    for j, ranks in enumerate(([0, 1], slow, [r for r in range(2, 8) if r not in slow])):
+        found[ranks] = one[3 + j]
+        found[max(ranks, key=lambda r: sizes[r])] += one[j]
+    return found
+
+
+@pytest.mark.parametrize("make", [partial(mlp, 3, 3), partial(mixer, 3, 2, 2)])
+def test_below_plans_whose_busiest_ranks_differ_from_group_to_group(make: Callable[[], Choices]) -> None:
+    """One rank has two of three samples, the other one two of three columns: together no more than three halves of
+    each. By a point of sizes, and by all of them."""
+    rng, found = random.Random(0), make()
+    devices = ClusterSpec.from_yaml(SLOW)
+    search = cases(devices, found, alone=False)
+    point = tuple((n,) for n in search.boxes.atoms)
+    bound_s, _ = search.bound_s(Box(point, point), 0.0, float("inf"))
+    every = Cases.of(search.boxes.facts, lower_bound(search.boxes.facts).seconds, alone=False)
+    assert every is not None and len(search.boxes.groups) > 1
+    bound_s = max(bound_s, every.raised_s(float("inf")))
+    for _ in range(4):
+        sizes = {g: round_shares(rng.choice([(1.0, 1.2), (1.2, 1.0)]), group.n) for g, group in found.groups.items()}
+        assert bound_s <= plan_graph(found, devices, pins=Pins(sizes=sizes), effort="quick").predicted.step_s
+    sizes = {
+        g: round_shares((1.0, 1.2) if g == search.boxes.groups[0][0] else (1.2, 1.0), group.n)
+        for g, group in found.groups.items()
+    }
+    assert bound_s <= plan_graph(found, devices, pins=Pins(sizes=sizes), effort="quick").predicted.step_s
+
+
+def test_what_thorough_plans_prove_is_below_the_plan_where_atoms_are_few() -> None:
+    p = plan_graph(mlp(3, 3), ClusterSpec.from_yaml(SLOW), effort="thorough").predicted
+    assert p.lower_bound_s is not None and p.lower_bound_s <= p.step_s
 
 
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 8))])

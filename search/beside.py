@@ -182,7 +182,7 @@ def _called(worker: object, question: Question, *more: object) -> Any:
 
 
 def _answer(worker: object, token: int, pipe: Connection, theirs: Connection) -> None:
-    """The other process: until nobody asks any more. Ctrl-C is for the search."""
+    """The other process: until nobody asks any more, whatever it is at then. Ctrl-C is for the search."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     theirs.close()
@@ -192,11 +192,19 @@ def _answer(worker: object, token: int, pipe: Connection, theirs: Connection) ->
         if asked.offered and not questions.empty():
             questions.put(asked)  # behind what was asked
         elif not asked.offered:
-            pipe.send((asked.number, _called(worker, asked)))
+            _say(pipe, asked.number, _called(worker, asked))
         elif takes(token):
             found = _called(worker, asked, partial(_check, token))
             if not isinstance(found, Unwanted):
-                pipe.send((asked.number, found))
+                _say(pipe, asked.number, found)
+
+
+def _say(pipe: Connection, number: int, found: object) -> None:
+    """The answer to the question of this number; if nobody is left to read it, the process ends."""
+    try:
+        pipe.send((number, found))
+    except ConnectionError:
+        os._exit(0)
 
 
 def _check(token: int) -> None:
@@ -214,9 +222,12 @@ def takes(token: int) -> bool:
 
 
 def _take(pipe: Connection, questions: SimpleQueue[Question | None]) -> None:
-    """All that come, and at the end None."""
+    """All that come, and at the end None. Where the search has ended, so does the process at once: what it works on
+    is for nobody. Its end of the pipe is reset if an answer lay there unread."""
     try:
         while True:
             questions.put(pipe.recv())
-    except EOFError:
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    finally:
         questions.put(None)

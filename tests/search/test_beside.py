@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable
@@ -94,6 +95,32 @@ def test_a_process_that_ended_is_told() -> None:
     with pytest.raises(PlanError, match=r"^the process that works beside the search has ended, with exit code 3$"):
         other.answer(other.ask("end"))
     other.close()
+
+
+@FORKS
+@pytest.mark.parametrize("asked", [("add", 2), ("wait",)], ids=["an answer lies unread", "it is busy"])
+def test_it_ends_soon_after_a_search_that_was_killed(asked: tuple[object, ...]) -> None:
+    """When the last process that has the other end of a pipe is gone, reading from it ends."""
+    held, theirs = os.pipe()
+    search = os.fork()
+    if search == 0:
+        try:
+            other = Beside(Worker(), apart=True)
+            pid, _ = other.answer(other.ask("add", 1))
+            os.write(theirs, b"%d" % pid)
+            other.ask(*asked)  # type: ignore[arg-type]
+            assert other._pipe is not None
+            other._pipe.poll(1.0)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(theirs)
+    os.waitpid(search, 0)
+    pid = int(os.read(held, 20))
+    ended = bool(select.select([held], [], [], 20.0)[0])
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+    assert os.read(held, 1) == b"" and ended
+    os.close(held)
 
 
 @FORKS

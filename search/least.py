@@ -123,7 +123,8 @@ def row_weights(stage: Stage, classes: RankClasses) -> Array:
 
 @lru_cache(maxsize=1024)
 def _game(table: bytes, n: int) -> Array:
-    """The best weights of the rows of such a table, of ``n`` kinds of ranks. Many stages have the same one."""
+    """The best weights of the rows of such a table, of ``n`` kinds of ranks, not scaled to add up to one; equal ones
+    where the solver gives up for want of precision, as any are valid. Many stages have the same one."""
     rows = np.frombuffer(table).reshape(-1, 1 + 2 * n)
     model = mathopt.Model(name="game")
     y = [model.add_variable(lb=0) for _ in rows]
@@ -135,5 +136,7 @@ def _game(table: bytes, n: int) -> Array:
             model.add_linear_constraint(variable <= sum(float(k) * v for k, v in zip(column, y, strict=True)))
     model.maximize(sum(float(k) * v for k, v in zip(rows[:, 0], y, strict=True)) + sum(least))
     result = mathopt.solve(model, mathopt.SolverType.GLOP, params=mathopt.SolveParameters(random_seed=SEED))
-    assert result.has_primal_feasible_solution(), "a game has a value"
-    return np.maximum(0.0, np.array([result.variable_values()[v] for v in y]))
+    if not result.has_primal_feasible_solution():
+        return np.ones(len(rows))
+    found = np.maximum(0.0, np.array([result.variable_values()[v] for v in y]))
+    return found if found.sum() > 0 else np.ones(len(rows))

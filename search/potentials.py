@@ -86,7 +86,9 @@ def dot(a: Vector, b: Vector) -> float:
 
 
 def best_potentials(theory: Theory) -> Potentials | None:
-    """Potentials that make the bound of the whole step largest. None if nothing fits the memory."""
+    """Potentials that make the bound of the whole step largest; where the solver gives up for want of precision, those
+    at equal weights with which no reader pays for what another makes, which prove less. None if nothing fits the
+    memory."""
     solved = _Dual(theory).solve()
     return None if solved is None else _repaired(theory, solved)
 
@@ -124,7 +126,8 @@ class _Dual:
         reason = result.termination.reason
         if reason in (mathopt.TerminationReason.UNBOUNDED, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
             return None
-        assert result.has_primal_feasible_solution(), f"potentials: {reason.name}"
+        if not result.has_primal_feasible_solution():
+            return self._nothing()
         values = result.variable_values()
 
         def number(expression: mathopt.LinearExpression | mathopt.Variable) -> float:
@@ -137,6 +140,14 @@ class _Dual:
         dual = result.dual_values()
         taken = tuple({i: dual[row] for i, row in rows.items()} for rows in self.rows)
         return _Solution(tuple(w / sum(weights) for w in weights), full, made, part, taken)
+
+    def _nothing(self) -> _Solution:
+        """Nothing is taken, made or shared; valid, as any numbers are."""
+        weights = (1.0 / len(self.weights),) * len(self.weights)
+        made = [[dict.fromkeys(use, 0.0) for use in tensor] for tensor in self.made]
+        part = [[dict.fromkeys(use, 0.0) for use in tensor] for tensor in self.part]
+        taken = tuple(dict.fromkeys(rows, 0.0) for rows in self.rows)
+        return _Solution(weights, (0.0,) * len(self.full), made, part, taken)
 
     def _price(self, cost: Cost) -> mathopt.LinearExpression:
         terms = [w * (s * MS) for w, s in zip(self.weights, cost.alone_s, strict=True) if s]

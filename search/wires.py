@@ -367,7 +367,7 @@ def _grid(sizes_bytes: Array) -> list[int]:
 
 def _cheapest(stages: Sequence[tuple[Array, Array]], classes: RankClasses) -> Array:
     """Shares of the classes (C,) for which the sum of the stages' largest rows, constant (K,) + slope (K, C) @ shares,
-    is least."""
+    is least; equal ones where the solver gives up for want of precision."""
     n, rows = len(classes.counts), sum(len(constants) for constants, _ in stages)
     program = model_pb2.ModelProto(name="cheapest")
     program.variables.ids.extend(range(n + len(stages)))
@@ -388,5 +388,6 @@ def _cheapest(stages: Sequence[tuple[Array, Array]], classes: RankClasses) -> Ar
         row += len(constants)
     fill_matrix(program, (), table, 0)
     solved = solve_once(program)
-    assert solved is not None, "some rank can store it"
+    if solved is None:
+        return np.full(n, 1.0 / classes.counts.sum())
     return np.maximum(0.0, solved.values[:n])

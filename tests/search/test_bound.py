@@ -5,9 +5,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ortools.math_opt.python import mathopt
 from torch import nn
 
 from hap.capture import capture
@@ -23,7 +25,7 @@ from hap.search import plan_graph
 from hap.search.blocks import find_blocks
 from hap.search.bound import Bound, Line, best_weights, device_classes, make_bound, node_line
 from hap.search.infeasible import state_bytes
-from hap.search.least import Least
+from hap.search.least import Least, _game
 from hap.search.milp import GB
 from hap.search.prices import Facts
 from hap.search.recompute import after_steps, steps_of
@@ -165,6 +167,19 @@ def test_no_shares_beat_the_least_of_a_collective(kind: Collective) -> None:
             sizes = {g: round_shares([rng.random() ** 3 for _ in range(4)], 100) for g in ("a", "b")}
             _, seconds = best_decomposition(kind, nbytes, source, target, sizes, devices)
             assert least.seconds(kind, nbytes) <= seconds * (1 + 1e-9)
+
+
+def test_a_collective_takes_no_less_where_the_solver_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By equal weights of the rows."""
+    devices, nbytes = cluster((1, "1GB"), (1, "1GB"), (2, "1GB"), network="3GB/s"), 30_000_000
+    facts = Facts(mlp(4, 4, 1).graph, {}, devices, "adamw")
+    solved_s = Least(facts).seconds("all_gather", nbytes)
+    gives_up = SimpleNamespace(has_primal_feasible_solution=lambda: False)
+    _game.cache_clear()
+    monkeypatch.setattr(mathopt, "solve", lambda *arguments, **options: gives_up)
+    found_s = Least(facts).seconds("all_gather", nbytes)
+    _game.cache_clear()
+    assert 0 < found_s <= solved_s * (1 + 1e-9)
 
 
 def test_equals_the_balanced_time_where_everything_can_be_split() -> None:

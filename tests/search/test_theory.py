@@ -3,8 +3,10 @@
 import heapq
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
+from ortools.math_opt.python import mathopt
 
 from benchmarks.planning_astar import Case, random_case
 from hap.search.astar import Astar, synthesise
@@ -79,6 +81,21 @@ def test_no_estimate_exceeds_what_a_program_takes_in_the_end(seed):
                 finished += 1
                 seconds = max(states[-1].ready)
                 assert all(search.estimate(s) <= seconds * (1 + 1e-9) for s in states)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_potentials_of_nothing_do_where_the_solver_gives_up(seed, monkeypatch):
+    """Less is proved, no more than a program takes, and the search finds what it finds with the best ones."""
+    theory = theory_of(random_case(seed, SMALL))
+    best, found = best_potentials(theory), synthesise(theory)
+    reason = mathopt.TerminationReason.IMPRECISE
+    gives_up = SimpleNamespace(termination=SimpleNamespace(reason=reason), has_primal_feasible_solution=lambda: False)
+    monkeypatch.setattr(mathopt, "solve", lambda *arguments, **options: gives_up)
+    nothing, again = best_potentials(theory), synthesise(theory)
+    assert (found is None) == (again is None)
+    if best is not None and found is not None:
+        assert nothing.start_s <= best.start_s * (1 + 1e-9)
+        assert again.proved and again.seconds == pytest.approx(found.seconds, rel=1e-9)
 
 
 def any_order(theory: Theory) -> float:

@@ -7,6 +7,7 @@ from hap.cluster import ClusterSpec
 from hap.cost_models.collective import candidates, collective_seconds
 from hap.cost_models.fold import FoldedCluster
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
+from hap.search import wires
 from hap.search.wires import Wanted, Wires
 
 HOSTS = """
@@ -58,3 +59,9 @@ def test_plainly() -> None:
     (plain,), (best,) = (Wires(cluster, only).best_of_many("all_gather", wanted, SIZES) for only in (True, False))
     padded = [collective_seconds("all_gather", "padded", int(b), BATCH, REPLICATE, SIZES, cluster) for b in AMOUNTS]
     assert plain == pytest.approx(padded, rel=1e-9) and (best <= plain).all() and best[2] < plain[2]
+
+
+def test_all_store_as_much_where_the_solver_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterSpec.from_yaml(HOSTS.format(backend="nccl"))
+    monkeypatch.setattr(wires, "solve_once", lambda program: None)
+    assert Wires(cluster).cheapest_shares(1 << 20) == pytest.approx([1 / 6] * 6)

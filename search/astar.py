@@ -25,7 +25,7 @@ first dive, along the options that the relaxation takes, gives the upper bound t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -37,6 +37,7 @@ from hap.search.tables import Prices
 from hap.search.theory import Clock, Cost, Theory, Vector, background_theory, bill_prices
 
 STATES = 1_000_000  # expanded at most
+LOOK = 200  # states expanded between two looks at whether the search is to end
 Open = dict[int, tuple[int, Copies]]  # tensor -> (place, or -1 while it is not made; copies)
 UNMADE = -1
 
@@ -95,10 +96,10 @@ class _Frontier:
 
 
 class Astar:
-    """One search."""
+    """One search. ``check``: called every ``LOOK`` states; may end it by an exception."""
 
-    def __init__(self, theory: Theory, potentials: Potentials) -> None:
-        self.theory, self.potentials = theory, potentials
+    def __init__(self, theory: Theory, potentials: Potentials, check: Callable[[], None] = lambda: None) -> None:
+        self.theory, self.potentials, self.check = theory, potentials, check
         self.size = len(theory.costs)
         self.levels = [*accumulate(reversed(potentials.level), initial=0.0)][::-1]  # of the nodes from here on
         self.least_held = self._least_held()
@@ -152,6 +153,8 @@ class Astar:
 
     def expand(self, state: State) -> Iterator[State]:
         self.expanded += 1
+        if self.expanded % LOOK == 0:
+            self.check()
         for option in self.theory.options[state.depth]:
             if self._agrees(state, option):
                 child = self._expand(state, option)
@@ -322,12 +325,20 @@ def _chain(state: State | None) -> tuple[int, ...]:
     return tuple(reversed(found))
 
 
-def synthesise(theory: Theory, *, states: int = STATES, gap: float = 0.0, below_s: float = inf) -> Synthesis | None:
-    """The cheapest program of a theory; None if none fits the memory, or none that does takes less than ``below_s``."""
+def synthesise(
+    theory: Theory,
+    *,
+    states: int = STATES,
+    gap: float = 0.0,
+    below_s: float = inf,
+    check: Callable[[], None] = lambda: None,
+) -> Synthesis | None:
+    """The cheapest program of a theory; None if none fits the memory, or none that does takes less than ``below_s``.
+    ``check`` is called during the search, and may end it by an exception."""
     potentials = best_potentials(theory)
     if potentials is None:
         return None
-    found = Astar(theory, potentials).run(states, gap, below_s)
+    found = Astar(theory, potentials, check).run(states, gap, below_s)
     return found if found.picks else None
 
 
@@ -339,13 +350,14 @@ def choose(
     nodes: int = STATES,
     gap: float = 1e-6,
     below_s: float = inf,
+    check: Callable[[], None] = lambda: None,
 ) -> Choice | None:
     """What ``hap.search.milp.choose`` returns, found by A*: ``variables`` counts the states, ``rows`` the triples."""
     clock: Clock = "node" if barriers else "step"
     allowed = {a: tuple(options) for a, options in (forced or {}).items()}
     bill, priced = bill_prices(prices)
     theory = background_theory(bill, priced.coefficients(), clock, forced=allowed)
-    found = synthesise(theory, states=nodes, gap=gap, below_s=below_s)
+    found = synthesise(theory, states=nodes, gap=gap, below_s=below_s, check=check)
     if found is None:
         return None
     status = "optimal" if found.bound_s >= found.seconds * (1 - gap) else "state_limit"

@@ -23,4 +23,12 @@ class Synthesiser(Chooser):
     def _solve(
         self, prices: Prices, forced: Mapping[int, tuple[int, ...]], barriers: bool, below_s: float
     ) -> Choice | None:
-        return astar.choose(prices, forced=forced, barriers=barriers, nodes=STATES, gap=MIP_GAP, below_s=below_s)
+        return astar.choose(
+            prices,
+            forced=forced,
+            barriers=barriers,
+            nodes=STATES,
+            gap=MIP_GAP,
+            below_s=below_s,
+            check=self.check,
+        )

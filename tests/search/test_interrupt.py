@@ -12,7 +12,7 @@ import pytest
 from hap.errors import PlanError
 from hap.plan import Plan
 from hap.report.summary import summarize
-from hap.search import plan_graph, planner
+from hap.search import astar, plan_graph, planner
 from hap.search.progress import Progress
 from hap.search.strategies import Chooser
 from tests.search.models import cluster, mlp
@@ -72,6 +72,17 @@ def test_a_budget_stops_the_search_and_the_plan_says_so(monkeypatch: pytest.Monk
     assert (solver["stopped"], solver["budget_s"], solver["milps"]) == (True, 5.0, 1)
     assert plan.predicted.gap is not None
     assert "the search was stopped by its budget of 5 s, so another run may find another plan" in summarize(plan)
+
+
+def test_a_budget_is_looked_at_while_states_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first program, which would be ready before the budget is looked at for a second one."""
+    monkeypatch.setattr(planner, "Progress", partial(Progress, io.StringIO(), clock=looks()))
+    plan = plan_graph(MODEL, CLUSTER, method="astar", budget_s=8.0)
+    assert plan.provenance.solver["milps"] > 0
+    monkeypatch.setattr(planner, "Progress", partial(Progress, io.StringIO(), clock=looks()))
+    monkeypatch.setattr(astar, "LOOK", 1)
+    with pytest.raises(PlanError, match=r"^no plan was found within the budget of 8s; give more, or no budget$"):
+        plan_graph(MODEL, CLUSTER, method="astar", budget_s=8.0)
 
 
 def test_a_plan_that_was_ready_in_time_is_the_plan_without_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ def _plan_whole(tried: Tried, number: int) -> None:
             best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
     tried.foresee(number, best)
-    for move in (or_repeating, or_onward, or_gathered, or_mixed, or_keeping, or_apart, or_postponed):
+    for move in (or_repeating, or_onward, or_mixed, or_gathered, or_keeping, or_apart, or_postponed):
         search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
         best, overlapped_s = move(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)

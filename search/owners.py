@@ -8,7 +8,8 @@ the parameter is gathered from there for use. The search takes either, by what t
     in the order of what their updates take, longest first, each matrix goes to the rank that is done with its matrices
     soonest, of those whose memory they would not take ``UNFAIR`` times as much of as all of them together take of all
 
-(longest processing time first, Graham 1969). Only of optimizers that look at one parameter at a time.
+(longest processing time first, Graham 1969). Only of optimizers that look at one parameter at a time. A matrix of no
+elements has no owner: there is nothing to keep or to make.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def with_owners(choices: Choices, cluster: ClusterSpec, optimizer: str) -> tuple
     graph, n = choices.graph, cluster.world_size
     if optimizer not in OWNED or n == 1:
         return choices, {}
-    nodes = [node for node in graph.sources("parameter") if sees_whole(optimizer, graph, node)]
+    matrices = [node for node in graph.sources("parameter") if sees_whole(optimizer, graph, node)]
+    nodes = [node for node in matrices if node.meta.nbytes]
     groups, strategies, sizes = dict(choices.groups), dict(choices.strategies), dict[str, Sizes]()
     for number, (node, owner) in enumerate(zip(nodes, _owners(nodes, choices, cluster, optimizer), strict=True)):
         rows, name = node.meta.shape[0], f"own{number}"

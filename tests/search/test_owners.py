@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
+from torch import nn
 
+from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.cost_models.optimizers import sees_whole, update_flops
+from hap.errors import PlanError
 from hap.placement import REPLICATE, Shard
-from hap.rules.choices import Choices
+from hap.rules.choices import Choices, choices
 from hap.search import plan_graph
 from hap.search.owners import is_owned, with_owners
 from hap.search.pins import Pins
@@ -102,3 +106,46 @@ def test_a_pin_may_ask_for_the_owner_or_for_whole() -> None:
         problem = Problem.state(found, cluster, "muon", Pins(placements={name: text}))
         (only,) = problem.facts.candidates[next(n.name for n in found.graph.nodes if n.target == name)]
         assert (only.outputs[0] == REPLICATE) == is_whole != is_owned(only)
+
+
+class WithNoRows(nn.Module):
+    """A layer, and a matrix of no rows, whose sum is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.layer = nn.Parameter(torch.empty(0, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.none.sum()
+
+
+def test_a_matrix_of_no_rows_has_no_owner() -> None:
+    with torch.device("meta"):
+        model, x = WithNoRows(), torch.empty(4, 8)
+    found, cluster = (
+        choices(capture(model, x, loss_fn=lambda out: out.square().mean())),
+        devices((10, "8GB"), (1, "8GB")),
+    )
+    extended, sizes = with_owners(found, cluster, "muon")
+    assert sizes.keys() == {"own0"} and extended.groups["own0"].label == "layer.weight of one rank"
+    plan = plan_graph(found, cluster, optimizer="muon")
+    none = next(n for n in found.graph.sources("parameter") if n.target == "none")
+    assert plan.strategy(none.name).outputs[0] == REPLICATE
+
+
+def test_pins_know_nothing_of_owners() -> None:
+    """They are found after the pins, so neither a group's name nor a pattern of labels nor ratios speak of them."""
+    found, cluster = mlp(batch=64, width=512, layers=2), devices((10, "8GB"), (1, "8GB"))
+    free = Problem.state(found, cluster, "muon", Pins()).fixed
+    assert "own0" in free
+    with pytest.raises(PlanError, match=r"^pin 'own0' matches no dimension group; there are g0 "):
+        Problem.state(found, cluster, "muon", Pins(sizes={"own0": (0, 512)}))
+    with pytest.raises(PlanError, match=r"^pin '[*] of one rank' matches no dimension group"):
+        Problem.state(found, cluster, "muon", Pins(sizes={"* of one rank": (0, 512)}))
+    (batch,) = (g.label for g in found.groups.values() if g.n == 64)
+    pinned = Problem.state(found, cluster, "muon", Pins(sizes={batch: (60, 4)}, ratios=(1.0, 0.0))).fixed
+    assert {name: sizes for name, sizes in pinned.items() if name in free} == free
+    assert pinned.keys() == free.keys() | found.groups.keys()
+    square = mlp(batch=512, width=512)
+    every = Problem.state(square, cluster, "muon", Pins(sizes={"*": (500, 12)})).fixed
+    assert all(every[name] == (500, 12) for name in square.groups) and "own0" in every

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hap.conversion import collective_kind
 from hap.placement import Placement, Shard
 from hap.plan import Strategy
-from hap.search.cases import find_main, find_shared
+from hap.search.cases import find_shared
 from hap.search.classes import find_colours
 from hap.search.flows import RADIUS, Flows, Paid
 from hap.search.prices import Facts
@@ -19,14 +19,12 @@ SPREAD, TOGETHER, ANYWHERE = "spread", "together", "anywhere"
 @dataclass(frozen=True)
 class Doubled:
     """Every option of a group twice. ``where``: of every option of the doubled candidates which option it is, and where
-    the mass of its group lies; ``shared``: the groups that mean the same everywhere, and ``main``: those of them by
-    which much can be dealt out."""
+    the mass of its group lies; ``shared``: the groups that mean the same everywhere."""
 
     candidates: Mapping[str, tuple[Strategy, ...]]
     where: Mapping[str, tuple[tuple[int, str], ...]]
     colours: tuple[Mapping[str, int], ...]
     shared: frozenset[str]
-    main: frozenset[str]
     found: dict[str, object] = field(default_factory=dict)  # of these candidates, on any cluster
 
     @classmethod
@@ -48,7 +46,7 @@ class Doubled:
             where[name] = tuple(pairs)
             candidates[name] = tuple(lying.strategy(options[i], w) for i, w in pairs)
         colours = find_colours(facts.graph, candidates, radius=RADIUS)
-        return cls(candidates, where, colours, frozenset(shared), frozenset(find_main(facts, shared)))
+        return cls(candidates, where, colours, frozenset(shared))
 
 
 def places_of(option: Strategy) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ from hap.cost_models.floors import floor_line
 from hap.graph import Value
 from hap.placement import REPLICATE, Partial, Placement, Shard
 from hap.search.bound import by_speed, computes_like, device_classes, weighted_bound
+from hap.search.cases import find_main
 from hap.search.chain import find_chain
 from hap.search.classes import Read
 from hap.search.companions import Companion, find_companions
@@ -198,9 +199,11 @@ class _Program(Relaxation):
     # -- compute -----------------------------------------------------------------------------------------------------
 
     def _compute(self, facts: Facts) -> None:
-        """The objective's seconds of calls become those of three kinds of rows, of which the largest counts."""
+        """The objective's seconds of calls become those of three kinds of rows, of which the largest counts. Rows are
+        the same on every cluster: by which groups much can be dealt out depends on the devices, so every shared group
+        has one, which says nothing where that is not so."""
         slowest = self._variable("T", 1 / MS)
-        chain = find_chain(facts)
+        chain, main = find_chain(facts), frozenset(find_main(facts, self.doubled.shared))
         others = {self.fine[node.name] for node in facts.graph.nodes if node.name not in chain}
         mean, path = [(slowest, 1.0)], [(slowest, 1.0)]
         groups: dict[str, list[tuple[int, float]]] = {}
@@ -214,8 +217,10 @@ class _Program(Relaxation):
             busiest_ms = count * self._busiest_s(parts, where) * MS
             if self.fine[name] not in others or parts.group is None:
                 path.append((variable, -busiest_ms))
-            if parts.group in self.doubled.main:
-                groups.setdefault(parts.group, [(slowest, 1.0)]).append((variable, -busiest_ms))
+            if parts.group in self.doubled.shared:
+                row = groups.setdefault(parts.group, [(slowest, 1.0)])
+                if parts.group in main:
+                    row.append((variable, -busiest_ms))
         path += self._companions(facts, find_companions(facts, chain))
         for terms in (mean, path, *groups.values()):
             self._row("busiest", 0.0, np.inf, terms)

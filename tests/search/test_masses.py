@@ -11,6 +11,8 @@ import pytest
 from hap.cluster import ClusterSpec
 from hap.rules.choices import Choices
 from hap.search import Pins, masses, plan_graph
+from hap.search.cases import find_main
+from hap.search.doubled import Doubled
 from hap.search.limits import LIMITS
 from hap.search.masses import Masses
 from hap.search.prices import Facts
@@ -18,6 +20,7 @@ from hap.search.problem import Problem
 from hap.search.relaxation import lower_bound
 from hap.search.rounding import round_shares
 from hap.search.strategies import Chooser
+from hap.search.subsets import without
 from tests.search.models import gpt2, mixer, mlp
 
 GPU = "{{name: gpu, tflops: {{float32: {tflops}}}, memory: 80GB, memory_bandwidth: 2000GB/s, count: {count}}}"
@@ -106,3 +109,31 @@ def test_the_same_from_wherever_it_begins(name: str) -> None:
         assert from_nothing is not None
         assert both.bound_s(facts, 0.0) == pytest.approx(from_nothing, rel=1e-5)
         assert both.bound_s(facts, known) == pytest.approx(max(known, from_nothing), rel=1e-5)
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_a_nested_cluster_is_bounded_as_if_it_were_asked_about_alone(asked_first: bool) -> None:
+    """By which groups much can be dealt out depends on the devices: of one, a tenth of the work on slow devices alone.
+    What was asked of the other cluster before changes nothing; all have the same rows."""
+    hosts = "\n".join(
+        f"  - {{name: h{i}, devices: [{{gpu: {gpu}}}], network: {{bandwidth: 10Gbit/s, latency: 5us}}}}"
+        for i, gpu in enumerate(["T4"] * 3 + ["A100-40GB"] * 3)
+    )
+    every = ClusterSpec.from_yaml(f"name: unlike\nbackend: nccl\nhosts:\n{hosts}\n")
+    found = mixer(16, 256, 64)
+
+    def program(facts: Facts) -> masses._Program:
+        made = masses._Program.of(facts)
+        assert made is not None
+        return made
+
+    nested = Problem.state(found, every, "adamw", Pins())
+    part = nested.on(without(every, (0, 1, 2)))
+    alone = Problem.state(found, part.cluster, "adamw", Pins())
+    main = {frozenset(find_main(p.facts, Doubled.of(p.facts).shared)) for p in (nested, part)}
+    assert len(main) == 2
+    both = [nested, part] if asked_first else [part, nested]
+    programs = {problem: program(problem.facts) for problem in both}
+    assert programs[nested].shape == programs[part].shape
+    for ours, lone in ((part, alone), (nested, Problem.state(found, every, "adamw", Pins()))):
+        assert programs[ours].entries == program(lone.facts).entries

@@ -37,7 +37,7 @@ from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshar
 from hap.search.score import Times, score_of
 from hap.search.starts import EVERYTHING
 from hap.search.strategies import Chooser
-from hap.search.tempo import played_s
+from hap.search.tempo import played_s, program_key
 
 MOST = 5  # candidates that the search has met, shortest bulk-synchronous step first
 LEANEST = 0.95  # of the busiest rank's compute: no program of the same strategies takes less, whatever folds into what
@@ -124,7 +124,7 @@ def first_look(chooser: Chooser, found: Found) -> tuple[Found, float]:
 
 
 def _key(found: Found) -> tuple[object, ...]:
-    return chosen(found.strategies), tuple(found.sizes.items()), found.regather
+    return program_key(found), tuple(found.sizes.items())
 
 
 class _Timed(NamedTuple):

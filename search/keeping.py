@@ -19,6 +19,7 @@ parameters it is asked once more, gathered once and with no limit to memory: the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -112,7 +113,8 @@ def _keeping(problem: Problem, found: Found, kept: Sequence[str]) -> Found:
 
 
 def _worth_most(problem: Problem, found: Found) -> tuple[list[str], list[int]]:
-    """The parameters that ``found`` gathers twice, those first that save most for their copies' bytes, and these."""
+    """The parameters that ``found`` gathers twice, those first that save most for their copies' bytes, and these. First
+    of all come copies of no bytes."""
     done = {(c.need.value, c.need.target) for c in found.evaluation.conversions if c.need.phase == "forward"}
     seconds, held = dict[str, float](), dict[str, int]()
     graph, n = problem.choices.graph, problem.world_size
@@ -124,7 +126,8 @@ def _worth_most(problem: Problem, found: Found) -> tuple[list[str], list[int]]:
             seconds[need.value.node] = seconds.get(need.value.node, 0.0) + cost.seconds
             held[need.value.node] = held.get(need.value.node, 0) + int(copy.max())
     position = problem.facts.position
-    order = sorted(seconds, key=lambda name: (-round(seconds[name] / held[name], 15), -position[name]))
+    worth = {name: round(seconds[name] / held[name], 15) if held[name] else math.inf for name in seconds}
+    order = sorted(seconds, key=lambda name: (-worth[name], -position[name]))
     return order, [held[name] for name in order]
 
 

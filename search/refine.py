@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from hap.placement import REPLICATE, GroupSizes, Shard
+from hap.search.changed import changed
 from hap.search.found import Found, best_of
 from hap.search.limits import Limits
-from hap.search.problem import Problem, chosen
+from hap.search.problem import Problem
 from hap.search.ratios import Shares, best_shares
 from hap.search.rounding import improve
 from hap.search.starts import Start
 from hap.search.strategies import Chooser
+from hap.search.tempo import program_key
 
 INPUT_TOLERANCE = 0.02  # of the step: what dealing out the inputs may cost
 COARSE = 16  # atoms per rank: below, single ones are moved
@@ -23,8 +25,7 @@ WAITING = 0.05  # of the step, in which the busiest rank waits for others: from 
 
 def reshare(problem: Problem, found: Found) -> Found:
     """The same strategies with the LP's shares, rounded; the LP's groups only, the others follow their mean."""
-    of = (chosen(found.strategies), found.regather, found.kept, found.repeated)
-    key = (of, tuple(found.sizes.items()), found.left_out)
+    key = (program_key(found), tuple(found.sizes.items()), found.left_out)
     if key not in problem.shared:
         problem.shared[key] = _shares(problem, found)
     shares = problem.shared[key]
@@ -34,6 +35,7 @@ def reshare(problem: Problem, found: Found) -> Found:
 
 
 def _shares(problem: Problem, found: Found) -> Mapping[str, Shares] | None:
+    assert found.recomputed == problem.recomputed, "the linear program repeats what the problem repeats"
     used = set(found.groups)
     return best_shares(
         problem.facts,
@@ -49,7 +51,9 @@ def _shares(problem: Problem, found: Found) -> Mapping[str, Shares] | None:
 
 
 def at_sizes(problem: Problem, found: Found, sizes: GroupSizes) -> Found:
-    """The same strategies at other sizes."""
+    """The same strategies at other sizes; what is kept, repeated and postponed stays."""
+    if found.kept or found.postponed or found.recomputed != problem.recomputed:
+        return changed(problem, replace(found, sizes=sizes), {})
     evaluation = problem.judge(found.strategies, sizes, found.regather)
     return replace(found, sizes=sizes, evaluation=evaluation)
 

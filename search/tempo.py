@@ -84,7 +84,7 @@ class Tempo:
 def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, Apart | None]:
     """Of the plan's program, drafted at these sizes of the groups that it uses, and of what batches before a step's
     last run of it, if there are such; of the same strategies once."""
-    key = _key(found)
+    key = program_key(found)
     if key not in problem.scores:
         graph = problem.choices.graph
         rewritten = _rewritten(problem, found, sizes).program
@@ -105,7 +105,7 @@ def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, A
 def unplaced(problem: Problem, found: Found, sizes: GroupSizes) -> Program:
     """The plan's program before the passes that place its collectives. Of the last few that were played it is the one
     that was made then, at whatever sizes: collectives may go other ways in it."""
-    program = problem.unplaced.get(_key(found))
+    program = problem.unplaced.get(program_key(found))
     return before_placing(_rewritten(problem, found, sizes)) if program is None else program
 
 
@@ -113,14 +113,14 @@ def before_placing(outcome: Outcome) -> Program:
     return outcome.stages[outcome.names.index(PLACING)]
 
 
-def _key(found: Found) -> object:
-    """What its program depends on."""
+def program_key(found: Found) -> object:
+    """What its program depends on, but for sizes."""
     return chosen(found.strategies), found.regather, found.kept, found.repeated, tuple(found.postponed.items())
 
 
 def _rewritten(problem: Problem, found: Found, sizes: GroupSizes) -> Outcome:
     outcome = run_passes(drafted(problem, found, sizes), standard_passes(), verify=False)
-    problem.unplaced[_key(found)] = before_placing(outcome)
+    problem.unplaced[program_key(found)] = before_placing(outcome)
     for old in list(problem.unplaced)[:-KEPT]:
         del problem.unplaced[old]
     return outcome

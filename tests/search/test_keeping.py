@@ -5,16 +5,21 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+from torch import nn
 
+from hap.capture import capture
 from hap.conversion import find_needs, kept_parameters
 from hap.placement import Shard
-from hap.rules.choices import Choices
+from hap.rules.choices import Choices, choices
 from hap.search import Pins
 from hap.search.found import Found
 from hap.search.keeping import or_keeping
 from hap.search.limits import LIMITS
 from hap.search.planner import Search
 from hap.search.problem import Problem
+from hap.search.recompute import after_steps, blocks_of
+from hap.search.refine import at_sizes
 from tests.search.models import cluster, mlp
 
 LAYERS = 6
@@ -33,7 +38,8 @@ def model() -> Choices:
 def gathered_twice(searched: Search) -> Found:
     """Every parameter dealt out and every call on pieces of the batch."""
     problem = searched.problem
-    batch = next(s.outputs[0].group for s in model().strategies["i_args_0"] if isinstance(s.outputs[0], Shard))
+    inputs = problem.choices.strategies["i_args_0"]
+    batch = next(s.outputs[0].group for s in inputs if isinstance(s.outputs[0], Shard))
     forced: dict[int, tuple[int, ...]] = {}
     for node in problem.choices.graph.nodes:
         options = problem.facts.candidates[node.name]
@@ -92,3 +98,41 @@ def test_what_a_plan_converts_says_what_is_kept() -> None:
     assert 0 < len(found.kept) < LAYERS - 1 and found.kept <= kept_parameters(graph, made)
     again = find_needs(graph, found.strategies, regather=True, kept=kept_parameters(graph, made))
     assert [(n.value, n.target, n.phase) for n in again] == made
+
+
+def test_at_other_sizes_the_same_is_kept_and_repeated() -> None:
+    searched = search("136MB")
+    problem = searched.problem
+    found, _ = or_keeping(searched, gathered_twice(searched), None)
+    assert found.kept and at_sizes(problem, found, found.sizes).evaluation == found.evaluation
+    once = searched.chooser.strategies(found.sizes, False, ())
+    assert once is not None and not once.kept and not once.recomputed
+    repeating = problem.repeating(after_steps(blocks_of(problem), 1))
+    assert repeating.recomputed and repeating.judge(once.strategies, once.sizes, False) != once.evaluation
+    assert at_sizes(repeating, once, once.sizes).evaluation == once.evaluation
+
+
+class WithNoColumns(nn.Module):
+    """Two layers, and between them a parameter of eight rows without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.none, self.last = nn.Linear(64, 64), nn.Parameter(torch.empty(8, 0)), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).relu()
+        return self.last(y + (y[:, :8] @ self.none @ self.none.t()).sum())
+
+
+def test_a_copy_of_no_bytes_is_always_kept() -> None:
+    with torch.device("meta"):
+        none, x = WithNoColumns(), torch.empty(256, 64)
+    found = choices(capture(none, x, loss_fn=lambda out: out.square().mean()))
+    devices = cluster(*[(10, "1GB")] * 4, network="1GB/s")
+    pins = Pins(placements={"*": "S(0)", "args.0": "S(0)"})
+    searched = Search(Problem.state(found, devices, "adamw", pins), LIMITS["quick"])
+    twice = gathered_twice(searched)
+    gathered = [c.need.value.node for c in twice.evaluation.conversions if c.nbytes == 0]
+    assert gathered.count("p_none") == 2
+    kept, _ = or_keeping(searched, twice, None)
+    assert "p_none" in kept.kept

@@ -30,6 +30,7 @@ from hap.search.mixing import or_mixed
 from hap.search.pins import Pins
 from hap.search.planner import Search, plan_graph
 from hap.search.problem import Problem
+from hap.search.refine import at_sizes
 from hap.search.tempo import played_s, unplaced
 from tests.search.models import cluster
 
@@ -241,10 +242,10 @@ def test_what_was_played_is_not_drafted_again() -> None:
 
 
 def test_what_is_changed_later_knows_the_order() -> None:
-    """``changed`` keeps what is postponed, and counts its memory."""
+    """``changed`` keeps what is postponed, and counts its memory; so does the same at other sizes."""
     search = Search(Problem.state(tied(), devices(), "adamw", PINS), LIMITS["normal"])
     best = search.run()
     late = replace(best, postponed=planned().postponed)
-    found = changed(search.problem, late, {})
-    assert found.postponed == planned().postponed
-    assert max(found.evaluation.memory_bytes) > max(best.evaluation.memory_bytes)
+    for found in (changed(search.problem, late, {}), at_sizes(search.problem, late, late.sizes)):
+        assert found.postponed == planned().postponed
+        assert max(found.evaluation.memory_bytes) > max(best.evaluation.memory_bytes)

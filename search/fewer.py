@@ -116,16 +116,17 @@ class Tried:
 
     def close(self) -> None:
         """Nothing works beside the searches any more. What is asked of their bounds from now on is proved here."""
-        if self.beside is None:
-            return
-        for number, question in self._asked.items():
-            known = self.beside.answered(question)
-            if known is not None:
-                self.least_bound.learn(number, known)
-        self._prove_here()
-        self.beside.close()
-        if self.second is not None:
-            self.second.close()  # behind the one that asks it
+        try:
+            if self.beside is not None:
+                for number, question in self._asked.items():
+                    known = self.beside.answered(question)
+                    if known is not None:
+                        self.least_bound.learn(number, known)
+                self._prove_here()
+                self.beside.close()
+        finally:
+            if self.second is not None:  # which may be there alone, where the other could not be made
+                self.second.close()  # behind the one that asks it
 
     def prove_beside(self) -> None:
         """From now on bounds are proved in a second process, where that is worth it."""

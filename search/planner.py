@@ -42,7 +42,7 @@ from hap.search.pins import Pins
 from hap.search.postponing import or_postponed
 from hap.search.problem import Problem
 from hap.search.progress import OutOfTime, Progress
-from hap.search.recompute import if_kept, or_repeating, run_or_repeat
+from hap.search.recompute import if_kept, or_repeating, run_or_repeat, thinned
 from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.starts import Start, find_starts, is_hopeless
@@ -280,10 +280,12 @@ class Search:
         """The step of what a search of its own for another problem finds at first glance, if that fits; nothing is said
         on the terminal."""
         self.progress.check()
-        other = Search(problem, limits, progress=Progress(after_s=float("inf")))
+        other = Search(problem, limits, progress=Progress(after_s=float("inf"), asked=self.progress.check))
         found = other.glance()
         if found is None or not found.fits:
             return None
+        if found.recomputed:  # as the plan that it is compared with
+            found = thinned(problem, found)
         return as_run_s(other.chooser, found) if as_run else found.cost[1]
 
     def _try(self, starts: Sequence[Start], best: Found | None, *, regather: bool) -> Found | None:

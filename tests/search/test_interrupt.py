@@ -12,7 +12,11 @@ import pytest
 from hap.errors import PlanError
 from hap.plan import Plan
 from hap.report.summary import summarize
-from hap.search import astar, plan_graph, planner
+from hap.search import Pins, astar, fewer, plan_graph, planner
+from hap.search.fewer import Tried
+from hap.search.limits import HASTY, LIMITS
+from hap.search.planner import Search
+from hap.search.problem import Problem
 from hap.search.progress import Progress
 from hap.search.strategies import Chooser
 from tests.search.models import cluster, mlp
@@ -130,3 +134,45 @@ def test_no_line_for_a_file_or_a_short_search(stream: io.StringIO, after_s: floa
     progress.say("start 1")
     progress.done()
     assert stream.getvalue() == ""
+
+
+def test_a_glance_at_fewer_devices_looks_at_the_budget_too() -> None:
+    """Of the search that it is for: at the beginning, and before every program."""
+    problem, looked = Problem.state(MODEL, CLUSTER, "adamw", Pins()), [0]
+
+    def look() -> None:
+        looked[0] += 1
+        if looked[0] > 1:
+            raise KeyboardInterrupt
+
+    search = Search(problem, LIMITS["normal"], progress=Progress(asked=look))
+    with pytest.raises(KeyboardInterrupt):
+        search.alone_s(problem, HASTY, as_run=True)
+    assert looked[0] == 2 and search.chooser.milps == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_process_is_ended_where_the_next_one_could_not_be_made(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Stub] = []
+
+    class Stub:
+        closed = False
+
+        def __init__(self, *_: object, **__: object) -> None:
+            if made:
+                raise error
+            made.append(self)
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(fewer, "Beside", Stub)
+    monkeypatch.setattr(fewer, "FEWEST_NODES", 0)
+    monkeypatch.setattr(fewer, "MANY", 1)
+    tried = Tried([Search(Problem.state(MODEL, CLUSTER, "adamw", Pins()), LIMITS["normal"])])
+    with pytest.raises(error):
+        tried.nest()
+    tried.close()
+    assert [one.closed for one in made] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,10 +18,11 @@ from hap.rules.choices import Choices, choices, replicated
 from hap.search import Pins, plan_graph, planner, recompute
 from hap.search.blocks import find_blocks
 from hap.search.found import Found
-from hap.search.limits import LIMITS, Limits
+from hap.search.judge import as_run_s
+from hap.search.limits import HASTY, LIMITS, Limits
 from hap.search.planner import Search
 from hap.search.problem import Problem
-from hap.search.recompute import after_steps, or_repeating, steps_of
+from hap.search.recompute import after_steps, or_repeating, steps_of, thinned
 from tests.search.models import cluster
 from tests.search.test_blocks import LAYERS, tower
 from tests.search.test_keeping import model as keeping
@@ -133,6 +135,37 @@ def test_ctrl_c_returns_what_was_found_so_far(monkeypatch: pytest.MonkeyPatch) -
     plan = on_one(room)
     assert plan.provenance.solver["stopped"] is True
     assert taken(plan) == 2 * LAYERS and plan.predicted.memory_bytes[0] <= room
+
+
+def everything_repeated() -> Search:
+    """On one device with room for most of a step that repeats nothing."""
+    on = cluster((10, f"{int(0.9 * needed()) * 10 // 9 + 1}B"))
+    problem = Problem.state(found(), on, "adamw", Pins())
+    return Search(problem.repeating(after_steps(find_blocks(tower()), 2 * LAYERS)), LIMITS["normal"])
+
+
+def test_the_same_choice_takes_its_own_time_with_and_without_repeating() -> None:
+    """Where nothing fits, searches that repeat calls and such that do not share what they have met."""
+    search = everything_repeated()
+    first = search.glance()
+    assert first is not None and first.recomputed
+    kept = search.problem.facts.evaluator.evaluate(first.strategies, first.sizes, regather=first.regather)
+    same = replace(first, evaluation=kept, recomputed=())
+    with_s, without_s = (as_run_s(search.chooser, f) for f in (first, same))
+    assert without_s < 0.95 * with_s
+    assert as_run_s(everything_repeated().chooser, same) == without_s
+
+
+@pytest.mark.parametrize("as_run", [True, False])
+def test_what_fewer_devices_take_is_asked_with_as_little_repeated_as_it_needs(as_run: bool) -> None:
+    """As the plan is that it is compared with."""
+    search = everything_repeated()
+    first = search.glance()
+    assert first is not None
+    best = thinned(search.problem, first)
+    alone_s = search.alone_s(search.problem, HASTY, as_run=as_run)
+    assert best.cost[1] < 0.98 * first.cost[1]
+    assert alone_s == (as_run_s(search.chooser, best) if as_run else best.cost[1])
 
 
 # ------------------------------------------------------------------------------------------------ faster

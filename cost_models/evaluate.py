@@ -23,18 +23,13 @@ from hap.conversion import Need, find_needs
 from hap.cost_models.collective import Forms
 from hap.cost_models.compute import DEFAULT_MODEL, Calls, ComputeModel
 from hap.cost_models.fold import Cluster, FoldedCluster, Folds
-from hap.cost_models.memory import (
-    MemoryUse,
-    Step,
-    Walk,
-    find_steps,
-    many_local_bytes,
-    usable_bytes,
-)
+from hap.cost_models.memory import MemoryUse, Walk, usable_bytes
 from hap.cost_models.optimizers import NEWTON_SCHULZ, PRODUCTS, optimizer_state_bytes, update_flops
+from hap.cost_models.pieces import many_local_bytes
 from hap.cost_models.profile import MeasuredDevice
 from hap.cost_models.sequence import ConversionCost, Pricer
 from hap.cost_models.stages import Stages, find_stages
+from hap.cost_models.steps import Step, find_steps
 from hap.cost_models.strides import Strides, find_strides
 from hap.deferral import ONE, Batches
 from hap.fabric import Array
@@ -254,6 +249,7 @@ class Evaluator:
                 ranks=cluster.fabric.world_size,
                 decompositions=ways,
                 backend=cluster.backend,
+                devices=cluster.devices,
             ),
             usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
             devices=tuple(d.name for d in cluster.devices),

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hap.cluster import Backend, ClusterSpec
+from hap.cost_models.steps import is_old
 from hap.fabric import Array, Fabric
 from hap.hosts import Device
 from hap.placement import GroupSizes
@@ -30,7 +31,8 @@ def device_numbers(device: Device) -> Hashable:
     """What the cost model knows of a device: equal for devices that compute alike. A measured one is like no other."""
     if type(device) is not Device:
         return device.rank
-    return tuple(device.tflops.items()), device.memory_bandwidth_bytes_per_s, device.launch_s, device.memory_bytes
+    rates = tuple(device.tflops.items()), device.memory_bandwidth_bytes_per_s, device.launch_s
+    return *rates, device.memory_bytes, is_old(device)
 
 
 @dataclass(frozen=True, eq=False)

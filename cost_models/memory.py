@@ -14,8 +14,8 @@ source goes when nobody else reads it. Where a step of the optimizer has several
 throughout, and so is what is local of those that ranks exchange once (``hap.deferral``). What is summed over hosts
 beside the backward pass stays to its end. The last moment is the optimizer's update, with the tensors that it makes of
 all parameters at once (``update_bytes``). Operators that are several kernels hold intermediate tensors while they run
-(``_INNER``). Python and the allocator add fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION``
-of every device is left for them.
+(``steps``), attention by formulas on those devices that have no kernel for it. Python and the allocator add
+fragmentation, the CUDA context and library workspaces: ``RESERVE_FRACTION`` of every device is left for them.
 """
 
 from __future__ import annotations
@@ -25,28 +25,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hap.conversion import Need, collective_kind, required_results
 from hap.cost_models.optimizers import optimizer_state_bytes, update_bytes
-from hap.cost_models.pieces import local_bytes, many_local_bytes
-from hap.cost_models.staging import UNASKED, Pieces, staging_bytes
+from hap.cost_models.pieces import many_local_bytes
+from hap.cost_models.staging import UNASKED, Staging, staged_bytes
+from hap.cost_models.steps import ALL, Generation, Step, find_steps, generations
 from hap.cost_models.strides import Strides, find_strides
-from hap.cost_models.work import is_view
 from hap.deferral import ONE, Batches
 from hap.fabric import Array
 from hap.graph import Graph, Node, Phase, Value
+from hap.hosts import Device
 from hap.hosts_sum import HOSTS_SUM, SUM_LANES, bundle_bytes
-from hap.order import NONE, Postponed, program_order
+from hap.order import NONE, Postponed
 from hap.placement import REPLICATE, GroupSizes, Placement, Shard
-from hap.plan import Collective, Strategy
+from hap.plan import Strategy
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "gathered", "temporary")
-# Intermediate tensors of the first output's size that an operator of ours holds at its peak (hap/batch_norm.py).
-_INNER = {"batch_norm": 1, "batch_norm_backward": 2}
 RESERVE_FRACTION = 0.1  # of a device's memory, assumed
 
 
@@ -80,37 +78,25 @@ def memory_use(
     batches: Batches = ONE,
     postponed: Postponed = NONE,
     backend: str = "gloo",
+    devices: Sequence[Device] = (),
 ) -> MemoryUse:
     """Peak memory of every rank, by kind. ``needs`` are those of ``find_needs`` for the same strategies, performed by
     ``decompositions`` (None: by what a communicator does unasked). Of a folded cluster ``world_size`` is the number of
     classes and ``ranks`` that of ranks. ``again``: the calls that are repeated before a call (``order.repeats``).
-    ``batches``: of a step of the optimizer. ``postponed``: see ``order``. ``backend``: on which the optimizer's
-    temporary tensors depend."""
+    ``batches``: of a step of the optimizer. ``postponed``: see ``order``. ``backend`` and ``devices`` (one
+    for each rank or class, if known): on which the optimizer's temporary tensors and those of ``steps`` depend."""
     strides = find_strides(graph)
     steps = find_steps(graph, strides, postponed)
     walk = Walk(graph, strategies, needs, steps=steps, strides=strides, again=again, batches=batches)
-    return walk.use(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions, backend=backend)
-
-
-class Step(NamedTuple):
-    """What a walk asks of a node, whatever its strategy: its outputs that are tensors, by number, and their bytes; the
-    intermediate tensors of the first one's size; whether it is a view, and one that must copy what nobody converts."""
-
-    node: Node
-    makes: tuple[tuple[int, Value, int], ...]
-    inner: int
-    is_view: bool
-    is_copying: bool
-
-
-def find_steps(graph: Graph, strides: Strides, postponed: Postponed = NONE) -> dict[str, Step]:
-    """Of every node, in the order in which they run."""
-    found: dict[str, Step] = {}
-    for node in program_order(graph, postponed):
-        makes = tuple((i, Value(node.name, i), m.nbytes) for i, m in enumerate(node.outputs) if m is not None)
-        inner = _INNER.get(node.op.split(".")[-2] if "." in node.op else "", 0)
-        found[node.name] = Step(node, makes, inner, is_view(node), node.name in strides.copying)
-    return found
+    return walk.use(
+        sizes,
+        world_size,
+        optimizer,
+        ranks=ranks,
+        decompositions=decompositions,
+        backend=backend,
+        devices=devices,
+    )
 
 
 @dataclass(slots=True)
@@ -122,17 +108,6 @@ class _Storage:
     times: int
     born: int
     last: int
-
-
-class _Staging(NamedTuple):
-    """What a conversion of a value of ``nbytes`` packs and unpacks; see ``Pieces``."""
-
-    kind: Collective
-    nbytes: int
-    source: Placement
-    target: Placement
-    cut: bool
-    across: bool
 
 
 class Walk:
@@ -158,11 +133,11 @@ class Walk:
         self.exchanged: set[Value] = set()  # gradients, or what those are made of, that are made once a step
         self.local: dict[tuple[Value, Placement], _Storage] = {}  # what earlier batches left for exchanges
         self.number = {(n.value, n.target, n.phase): i for i, n in enumerate(needs)}
-        self.pieces: dict[tuple[int, Placement], int] = {}  # bytes of the whole and how it lies -> row
-        self._rows: dict[tuple[int, int], int] = {}  # the same by the placement's id
+        self.pieces: dict[tuple[int, Placement, frozenset[Generation]], int] = {}  # of the whole, how, on what -> row
+        self._rows: dict[tuple[int, int, frozenset[Generation]], int] = {}  # the same by the placement's id
         self.storages: list[_Storage] = []
         self.stagings: list[tuple[int, int, int]] = []  # moment, number of the conversion, of what it packs
-        self.packed: dict[_Staging, int] = {}
+        self.packed: dict[Staging, int] = {}
         self.of: dict[Value, _Storage] = {}
         self.made: dict[Value, Placement] = {}
         self.copies: dict[tuple[Value, Placement, Phase], _Storage] = {}
@@ -215,14 +190,18 @@ class Walk:
             made[value] = placement
             if is_late and value in self.batches.once:
                 self.exchanged.add(value)
-            if i == 0 and step.inner:
-                self._allocate("temporary", nbytes, placement, step.inner)
             of[value] = read[0] if shares else self._allocate(kind, nbytes, placement)
+        for nbytes, slot, on in step.inner:
+            dealt = REPLICATE if slot is None else (*strategy.inputs, *strategy.outputs)[slot]
+            assert dealt is not None
+            self._allocate("temporary", nbytes, dealt, on=on)
 
-    def _allocate(self, kind: str, nbytes: int, placement: Placement, times: int = 1) -> _Storage:
-        key = (nbytes, id(placement))  # to hash a placement takes longer; they are kept by the strategies and needs
+    def _allocate(
+        self, kind: str, nbytes: int, placement: Placement, times: int = 1, on: frozenset[Generation] = ALL
+    ) -> _Storage:
+        key = (nbytes, id(placement), on)  # to hash a placement takes longer; they are kept by the strategies and needs
         if (piece := self._rows.get(key)) is None:
-            piece = self._rows[key] = self.pieces.setdefault((nbytes, placement), len(self.pieces))
+            piece = self._rows[key] = self.pieces.setdefault((nbytes, placement, on), len(self.pieces))
         storage = _Storage(kind, piece, times, self.end, self.end)
         self.storages.append(storage)
         return storage
@@ -247,13 +226,13 @@ class Walk:
             left = self.batches.left_bytes(value, self.graph.meta(value))
             self.local[value, placement] = self._allocate("gradients", left, placement)
 
-    def _staging(self, need: Need, nbytes: int) -> _Staging:
+    def _staging(self, need: Need, nbytes: int) -> Staging:
         value, source, target = need.value, need.source, need.target
         same_dim = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
         scattered = value in self.strides.scattered
         cut = scattered or same_dim or (isinstance(target, Shard) and not self._in_order(value, target))
         across = isinstance(source, Shard) and not self._in_order(value, source)
-        return _Staging(need.collective, nbytes, source, target, cut, across)
+        return Staging(need.collective, nbytes, source, target, cut, across)
 
     def _in_order(self, value: Value, placement: Placement) -> bool:
         """The ranks' pieces, one after another in memory, are the whole value (if that is contiguous)."""
@@ -333,10 +312,15 @@ class Walk:
         ranks: int | None = None,
         decompositions: Sequence[str] | None = None,
         backend: str = "gloo",
+        devices: Sequence[Device] = (),
     ) -> dict[str, Array]:
         """Kind -> bytes (moments, N). See ``memory_use``."""
         moments = self.end + 2
-        own = many_local_bytes(self.pieces, sizes, world_size)
+        own = many_local_bytes(((nbytes, placement) for nbytes, placement, _ in self.pieces), sizes, world_size)
+        if self._partly:
+            found = generations(devices, backend, world_size)
+            for piece, on in self._partly:
+                own[piece] *= [generation in on for generation in found]
         pieces, times, born, gone = self._table
         alike: dict[bytes, int] = {}  # what a rank holds of every piece -> its row
         of = [alike.setdefault(column.tobytes(), len(alike)) for column in np.ascontiguousarray(own.T)]
@@ -358,6 +342,11 @@ class Walk:
         return dict(zip(KINDS, there.transpose(1, 2, 0), strict=True))
 
     @cached_property
+    def _partly(self) -> list[tuple[int, frozenset[Generation]]]:
+        """Rows of the pieces that only some devices hold, and which."""
+        return [(row, on) for (_, _, on), row in self.pieces.items() if on is not ALL]
+
+    @cached_property
     def _trained(self) -> list[int]:
         """Rows of the pieces of all parameters that are trained."""
         graph = self.graph
@@ -374,11 +363,7 @@ class Walk:
             key = (packed, ways[number])
             if key not in known:
                 known[key] = len(rows)
-                s = distinct[packed]
-                source, target, whole = (
-                    local_bytes(s.nbytes, p, sizes, world_size) for p in (s.source, s.target, REPLICATE)
-                )
-                rows.append(staging_bytes(s.kind, key[1], Pieces(source, target, whole, s.cut, s.across, ranks)))
+                rows.append(staged_bytes(distinct[packed], key[1], sizes, world_size, ranks))
             order.append(known[key])
         return np.array([moment for moment, _, _ in self.stagings]), np.array(rows)[order]
 
@@ -391,8 +376,17 @@ class Walk:
         ranks: int | None = None,
         decompositions: Sequence[str] | None = None,
         backend: str = "gloo",
+        devices: Sequence[Device] = (),
     ) -> MemoryUse:
         """See ``memory_use``."""
-        held = self.held(sizes, world_size, optimizer, ranks=ranks, decompositions=decompositions, backend=backend)
+        held = self.held(
+            sizes,
+            world_size,
+            optimizer,
+            ranks=ranks,
+            decompositions=decompositions,
+            backend=backend,
+            devices=devices,
+        )
         peak = sum(held.values()).argmax(axis=0)  # type: ignore[union-attr]
         return MemoryUse(tuple({k: int(held[k][peak[r], r]) for k in KINDS} for r in range(world_size)))

@@ -23,10 +23,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from hap.cost_models.pieces import local_bytes
 from hap.fabric import Array
+from hap.placement import REPLICATE, GroupSizes, Placement
 from hap.plan import Collective
 from hap.routes import ROUTED, Way, segment_owners, tree
 
@@ -50,6 +53,24 @@ class Pieces:
     cut: bool
     across: bool
     ranks: int
+
+
+class Staging(NamedTuple):
+    """A conversion of a value of ``nbytes``; see ``Pieces``."""
+
+    kind: Collective
+    nbytes: int
+    source: Placement
+    target: Placement
+    cut: bool
+    across: bool
+
+
+def staged_bytes(staging: Staging, decomposition: str, sizes: GroupSizes, world_size: int, ranks: int) -> Array:
+    """(N,): what the conversion holds on ``ranks`` ranks, of which ``world_size`` are asked about."""
+    s = staging
+    source, target, whole = (local_bytes(s.nbytes, p, sizes, world_size) for p in (s.source, s.target, REPLICATE))
+    return staging_bytes(s.kind, decomposition, Pieces(source, target, whole, s.cut, s.across, ranks))
 
 
 def staging_bytes(kind: Collective, decomposition: str, p: Pieces) -> Array:

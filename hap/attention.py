@@ -26,6 +26,8 @@ These are kernels, not autograd functions: backward is a call of its own, as in 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn.attention import SDPBackend
 
@@ -162,11 +164,18 @@ def _prefers_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal:
 
 
 def _efficient_applies(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    if q.device.type != "cuda" or q.dtype not in _CUDA_DTYPES:
+    heads = [x.shape[3] for x in (q, k, v)]
+    return q.device.type == "cuda" and has_kernel(q.dtype, heads, torch.cuda.get_device_capability(q.device))
+
+
+def has_kernel(dtype: torch.dtype, heads: Iterable[int], capability: tuple[int, int]) -> bool:
+    """Whether some kernel of a GPU of this compute capability takes heads of these sizes; else it goes by the formulas,
+    as the ledger must know (``hap.cost_models.steps``)."""
+    if dtype not in _CUDA_DTYPES:
         return False
-    if q.dtype == torch.bfloat16 and torch.cuda.get_device_capability(q.device) < _FLASH_CAPABILITY:
+    if dtype == torch.bfloat16 and capability < _FLASH_CAPABILITY:
         return False  # older GPUs have no kernel for it
-    return all(x.shape[3] * x.element_size() % _HEAD_ALIGNMENT_BYTES == 0 for x in (q, k, v))
+    return all(head * dtype.itemsize % _HEAD_ALIGNMENT_BYTES == 0 for head in heads)
 
 
 def _unused_seed(device: torch.device) -> torch.Tensor:

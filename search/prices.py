@@ -8,8 +8,8 @@ backward part, and the end (every gradient is alive). At a moment a value counts
 placement it was produced in, if it was produced before and is read later, by itself or through views (one that is made
 again in the backward phase: read later in the same phase); a converted copy counts between the first and the last
 reader of the value; a final gradient counts in its parameter's placement. Of what is not converted this is what the
-ledger of ``hap.cost_models.memory`` finds; with what is, an estimate. The ledger stays the judge: the planner tightens
-``capacity_bytes`` by what it finds above it.
+ledger of ``hap.cost_models.memory`` finds; with what is, an estimate. What calls hold while they run alone is left out.
+The ledger stays the judge: the planner tightens ``capacity_bytes`` by what it finds above it.
 """
 
 from __future__ import annotations

@@ -211,7 +211,8 @@ class Walk:
         self.end += 1
         source = self.of[need.value]
         source.last = self.end
-        if need.collective == "slice" and self._in_order(need.value, need.target):
+        is_flat = need.value not in self.strides.scattered
+        if need.collective == "slice" and is_flat and self._in_order(need.value, need.target):
             return source  # a range of its memory
         nbytes = self.graph.meta(need.value).nbytes
         if self._is_exchanged(need.value, need.target) and need.value not in self.exchanged:

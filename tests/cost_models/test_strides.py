@@ -1,12 +1,15 @@
 """Which views of a graph must copy, by hand; the calls themselves run on real tensors as the judge."""
 
+import pytest
 import torch
 
-from hap.cost_models.memory import memory_use
+from hap.conversion import find_needs
+from hap.cost_models.memory import Walk, memory_use
 from hap.cost_models.strides import find_strides
 from hap.graph import Graph, Node, Value
+from hap.placement import Shard, take_shard
 from hap.plan import Strategy
-from tests.cost_models.build import R, V, loose, node, source
+from tests.cost_models.build import P, R, V, loose, node, source
 
 
 def fused() -> tuple[Node, ...]:
@@ -83,3 +86,25 @@ def test_the_base_goes_when_its_only_view_has_copied() -> None:
     graph = Graph("fused", (x, y, s, flat, three, loss), Value("loss"), {})
     strategies = {n.name: Strategy((R,) * len(n.inputs), (R,) * len(n.outputs)) for n in graph.nodes}
     assert memory_use(graph, strategies, {}, (), 1, "sgd").by_kind[0]["activations"] == 96 + 32
+
+
+@pytest.mark.parametrize("op", ["aten.t.default", "aten.view.default"])
+def test_a_rank_s_rows_of_a_scattered_value_are_a_copy(op: str) -> None:
+    """y (4, 8) is 128 bytes; of its rows as (8, 4), transposed or viewed, each of two ranks takes four, 64 bytes: a
+    range of its memory, or a tensor of their own. They are read for z, another 64."""
+    size = [(8, 4)] if op == "aten.view.default" else []
+    x, y = source("x", (4, 8)), node("y", "aten.relu.default", [V("x")], (4, 8))
+    rows = node("rows", op, [V("y"), *size], (8, 4))
+    z = node("z", "aten.relu.default", [V("rows")], (8, 4))
+    loss = node("loss", "aten.sum.default", [V("z")], ())
+    graph = Graph("sliced", (x, y, rows, z, loss), Value("loss"), {})
+    dealt = Shard(0, 1, 8, 1, "rows")
+    strategies = {"x": Strategy((), (R,)), "y": Strategy((R,), (R,)), "rows": Strategy((R,), (R,))}
+    strategies |= {"z": Strategy((dealt,), (dealt,)), "loss": Strategy((dealt,), (P,))}
+    whole = torch.zeros(4, 8)
+    piece = take_shard(whole.t() if op == "aten.t.default" else whole.view(8, 4), dealt, (4, 4), 0)
+    is_copy = piece.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+    assert is_copy == (op == "aten.t.default")
+    walk = Walk(graph, strategies, find_needs(graph, strategies))
+    held = walk.held({"rows": (4, 4)}, 2, "sgd")["activations"]
+    assert held.max() == 128 + 64 and held[walk.moments["z"], 0] == (64 if is_copy else 128) + 64

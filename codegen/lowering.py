@@ -127,7 +127,8 @@ def _conversions(
         most = {**least, **{_key(n): n for n in find_needs(graph, strategies, regather=True, again=again)}}
         kinds = {key: need.collective for key, need in most.items()}
     except AssertionError as e:
-        raise PlanError(f"the plan asks for a conversion that does not exist: {e}") from None
+        said = str(e).partition("\n")[0]  # pytest adds what was compared, also for its plugins' users
+        raise PlanError(f"the plan asks for a conversion that does not exist: {said}") from None
     found: dict[tuple[Value, Placement, Phase], Conversion] = {}
     for c in plan.conversions:
         key = (Value.parse(c.value), parse_placement(c.target), c.phase)

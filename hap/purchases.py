@@ -1,7 +1,8 @@
 """``hap plan --add 8xA100-40GB@12.5 --without host3 --link left-right=25Gbit/s``: the cluster beside what it could be.
 
 Every change is a variant of its own, and all of them together one more. Each is planned like any cluster; they are
-ranked by samples a second, and by samples per money where every host has a price. An added host has the network of the
+ranked by samples a second, and by samples per money where every host has a price. What a faster link costs nobody says:
+a cluster with one has no price. An added host has the network of the
 fastest host there is, and its own GPUs' link if the catalogue knows one, else PCIe 4.
 """
 
@@ -89,10 +90,10 @@ def compare(
 ) -> Ranking:
     """Plan every variant, for steps of so many batches, with gradients exchanged in this dtype. ClusterError for a
     change that makes no sense."""
-    variants = [(NOW, cluster)]
-    variants += [(_words(change), changed(cluster, [change])) for change in changes]
+    variants: list[tuple[str, Sequence[Change]]] = [(NOW, ())]
+    variants += [(_words(change), [change]) for change in changes]
     if len(changes) > 1:
-        variants.append((ALL, changed(cluster, changes)))
+        variants.append((ALL, changes))
     graph = capture(
         built.model,
         built.example_inputs,
@@ -102,8 +103,9 @@ def compare(
     )
     found, batch = choices(graph), batch_size(graph)
     judged = []
-    for name, spec in variants:
-        price = _price(spec)
+    for name, made in variants:
+        spec = changed(cluster, made) if made else cluster
+        price = None if any(kind == "link" for kind, _ in made) else _price(spec)
         try:
             plan = plan_graph(found, spec, optimizer=optimizer, effort=effort, batches=batches)
         except InfeasibleError as e:

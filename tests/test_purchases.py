@@ -85,6 +85,7 @@ def test_the_ranking() -> None:
     assert rates == sorted(rates, reverse=True)
     by_name = {v.name: v for v in found.variants}
     assert (by_name[NOW].price_per_hour, by_name["without small"].price_per_hour) == (4.0, 3.0)
+    assert by_name["link big-small=8GB/s"].price_per_hour is by_name[ALL].price_per_hour is None  # nobody says it
     assert by_name["link big-small=8GB/s"].samples_per_s >= by_name[NOW].samples_per_s  # type: ignore[operator]
     json.dumps(found.to_json())
 

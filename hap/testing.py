@@ -68,7 +68,7 @@ class HapPlan:
     ) -> Plan | MeshPlan:
         """Plan now and compare with the golden plan; fail where the predicted step, or the memory of any one device,
         grew by more than allowed (0.02 = 2%). ``mesh``: of how many axes (``hap.axes``). A second check in one test
-        needs a ``name``. Returns today's plan."""
+        needs a ``name``. A cluster file is looked for beside the test first. Returns today's plan."""
         from hap.axes import plan_axes
         from hap.guard import judge
         from hap.mesh_plan import load_plan
@@ -80,7 +80,7 @@ class HapPlan:
         found = plan_axes(
             mesh,
             model,
-            cluster,
+            self._beside(cluster),
             example_inputs=example_inputs,
             example_targets=example_targets,
             loss_fn=loss_fn,
@@ -104,8 +104,14 @@ class HapPlan:
             pytest.fail(f"{result}\n\nif this is wanted: pytest --hap-update", pytrace=False)
         return found
 
+    def _beside(self, cluster: ClusterSpec | str | os.PathLike[str]) -> ClusterSpec | str | os.PathLike[str]:
+        """A file beside the test, wherever pytest was started, or else what was given."""
+        if isinstance(cluster, str | os.PathLike) and (path := self.folder.parent / cluster).is_file():
+            return path
+        return cluster
+
     def _path(self, name: str | None) -> Path:
-        stem = f"{self.test}-{name}" if name else self.test
+        stem = _file_name(f"{self.test}-{name}") if name else self.test
         assert stem not in self.names, f"{stem} is checked twice in one test; give the second check a name"
         self.names.append(stem)
         path = self.folder / f"{stem}.plan.json"
@@ -116,10 +122,14 @@ class HapPlan:
         return path
 
 
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.=-]+", "-", text).strip("-")
+
+
 @pytest.fixture
 def hap_plan(request: pytest.FixtureRequest) -> HapPlan:
     """Golden plans of this test; see ``hap.testing``."""
-    stem = re.sub(r"[^A-Za-z0-9_.=-]+", "-", request.node.name).strip("-")
+    stem = _file_name(request.node.name)
     asked = request.config.stash.setdefault(ASKED, {})
     update = bool(request.config.getoption("--hap-update"))
     return HapPlan(request.path.parent / "plans", stem, update, request.node.nodeid, asked)

@@ -64,6 +64,27 @@ def test_two_checks_in_one_test_need_names(tmp_path: Path) -> None:
         check(fixture)
 
 
+def test_a_name_may_say_anything_and_stays_in_the_folder(tmp_path: Path) -> None:
+    fixture = HapPlan(tmp_path / "plans", "tiny", update=True)
+    for name in ("a/b", "../x"):
+        check(fixture, name=name)
+    assert sorted(p.name for p in (tmp_path / "plans").iterdir()) == ["tiny-..-x.plan.json", "tiny-a-b.plan.json"]
+
+
+def test_the_cluster_beside_the_test_is_meant_wherever_pytest_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "c.yaml").write_text(CLUSTER.read_text())
+    monkeypatch.chdir(tmp_path)
+    fixture = HapPlan(tmp_path / "test" / "plans", "tiny", update=True)
+    written = fixture.check(cluster="c.yaml", effort="quick", **tiny(24))  # type: ignore[arg-type]
+    (tmp_path / "c.yaml").write_text("another: one")
+    assert fixture.check(cluster="c.yaml", effort="quick", name="again", **tiny(24)) == written  # type: ignore[arg-type]
+    (tmp_path / "d.yaml").write_text(CLUSTER.read_text())
+    assert fixture.check(cluster="d.yaml", effort="quick", name="there", **tiny(24)) == written  # type: ignore[arg-type]
+
+
 SHARED = {
     "test_a": """
         import pytest

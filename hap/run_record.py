@@ -261,9 +261,10 @@ def _read_rank(path: Path, state: tuple[State, int] | None, now: float) -> RankR
     steps: list[StepLine] = []
     probes: list[ProbeLine] = []
     stack, error = (path.with_suffix(f".{kind}") for kind in ("stack", "error"))
-    *lines, _ = path.read_text(encoding="utf-8", errors="replace").split(
-        "\n"
-    )  # a last one was cut off with its process
+    try:
+        *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")  # a last one was cut off
+    except OSError as e:
+        raise RecordError(f"{path}: cannot be read ({e.strerror})") from None
     for number, line in enumerate(lines, 1):
         try:
             match _parse(line):

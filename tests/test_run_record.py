@@ -112,6 +112,12 @@ def test_a_folder_without_records_says_how_to_make_some(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
+def test_a_record_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    rank_file(tmp_path, 0, "jsonl").mkdir()
+    with pytest.raises(RecordError, match=r"rank-0000\.jsonl: cannot be read \(Is a directory\)$"):
+        read_folder(tmp_path)
+
+
 def test_a_rank_without_a_record_is_named(tmp_path: Path) -> None:
     write(tmp_path)
     rank_file(tmp_path, 0, "jsonl").unlink()

@@ -65,7 +65,8 @@ class Timeline:
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        return tuple(self.step_s - b - e for b, e in zip(self.busy_s, self.exposed_s, strict=True))
+        rest = (self.step_s - b - e for b, e in zip(self.busy_s, self.exposed_s, strict=True))
+        return tuple(max(0.0, seconds) for seconds in rest)  # less is what sums were rounded by
 
     @property
     def critical_path(self) -> tuple[Span, ...]:

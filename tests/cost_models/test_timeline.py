@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hap.conversion import find_needs
 from hap.cost_models import best_decomposition, evaluate, simulate
 from hap.cost_models.sequence import Local
-from hap.cost_models.timeline import Await, Issue, play
+from hap.cost_models.timeline import Await, Issue, Timeline, play
 from hap.plan import Strategy
 from hap.report.trace import to_trace
 from tests.cost_models.build import IDEAL, KEPT, P, R, cluster, data_parallel, relu_step
@@ -29,6 +29,11 @@ def test_blocking_by_hand() -> None:
     assert found.idle_s == pytest.approx((0.038, 0.0), abs=1e-12)
     path = [(s.name, s.rank) for s in found.critical_path[:7]]  # then the update, which costs nothing here
     assert path == [("a", 1), ("b", 1), ("loss", 1), ("loss", None), ("g", 1), ("gw", 1), ("gw", None)]
+
+
+def test_nobody_waits_for_less_than_nothing() -> None:
+    """0.3 - (0.1 + 0.2) is below 0 by what the sum is rounded by."""
+    assert Timeline((), ("a",), 0.3, (0.1,), (0.2,)).idle_s == (0.0,) and 0.3 - 0.1 - 0.2 < 0
 
 
 @given(st.integers(0, 8), st.booleans(), st.integers(0, 4))

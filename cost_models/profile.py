@@ -192,8 +192,12 @@ class Profile(_Frozen):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """ProfileError if it cannot be written."""
         body = {**self.model_dump(mode="json"), "fingerprint": self.fingerprint}
-        Path(path).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        try:
+            Path(path).write_text(json.dumps(body, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        except OSError as e:
+            raise ProfileError(f"{os.fspath(path)}: cannot write ({e.strerror})") from None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -205,6 +209,8 @@ class Profile(_Frozen):
             raise ProfileError(f"{where}: cannot read profile ({e})") from None
         if not isinstance(body, dict) or "schema_version" not in body:
             raise ProfileError(f"{where}: not a profile file (no schema_version)")
+        if "provenance" in body:
+            raise ProfileError(f"{where}: a plan, not a profile file")
         if body["schema_version"] != SCHEMA_VERSION:
             raise ProfileError(f"{where}: version {body['schema_version']!r}, this HAP reads {SCHEMA_VERSION}")
         claimed = body.pop("fingerprint", None)

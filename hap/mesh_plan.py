@@ -11,7 +11,6 @@ The file is a plan file (``hap.plan_file``) with ``inside`` in it; ``load_plan``
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -128,7 +127,8 @@ class MeshPlan(Sparse):
         return plan_file.render(self.model_dump(mode="json"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """PlanError if it cannot be written."""
+        plan_file.write_text(path, self.to_json())
 
 
 def parse_plan(text: str, origin: str = "plan") -> Plan | MeshPlan:

@@ -15,7 +15,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -292,7 +291,8 @@ class Plan(Sparse):
         return plan_file.render(self.model_dump(mode="json"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """PlanError if it cannot be written."""
+        plan_file.write_text(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str, origin: str = "plan") -> Plan:

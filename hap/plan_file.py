@@ -52,6 +52,14 @@ def read_text(path: str | os.PathLike[str]) -> str:
         raise PlanError(f"{path}: cannot read plan ({e})") from None
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """PlanError if it cannot be written."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise PlanError(f"{path}: cannot write ({e.strerror})") from None
+
+
 def parse(text: str, origin: str) -> tuple[Body, str | None]:
     """The body of a plan file at today's version, and the checksum that it must have (None: checked here, as it was of
     an older version). PlanError, one line, for anything that is not a plan file."""

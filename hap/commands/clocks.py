@@ -35,9 +35,10 @@ def profile(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="X.json", help="Write the profile here.")] = Path(
         "profile.json"
     ),
-    cluster_out: Annotated[Path, typer.Option(metavar="X.yaml", help="Write the discovered cluster here.")] = Path(
-        "cluster.yaml"
-    ),
+    cluster_out: Annotated[
+        Path | None,
+        typer.Option(metavar="X.yaml", help="Write the discovered cluster here; by default cluster.yaml."),
+    ] = None,
     optimizer: Annotated[
         str, typer.Option(help="Whose update is measured: adamw, adam, sgd, sgd+momentum, muon, adafactor.")
     ] = "adamw",
@@ -58,18 +59,36 @@ def profile(
     --cluster cluster.yaml. Under torchrun without --cluster, a description of what is there is written, too.
     """
     shared.check_sizes(hf, batch, seq)
+    if cluster is not None and cluster_out is not None:
+        raise HapError("--cluster-out is where a discovered cluster goes, and --cluster names one that is known")
+    if testbed and emulate:
+        raise HapError("--testbed plays the cluster's devices itself: leave out --emulate")
+    found_at = cluster_out or Path("cluster.yaml")
+    if os.environ.get("RANK", "0") == "0":  # the rank that writes
+        shared.check_target(out)
+        shared.check_target(found_at if cluster is None else None)
     if testbed or "RANK" not in os.environ:
         if cluster is None:
             raise HapError("hap profile needs --cluster, or a job under torchrun whose cluster it can discover")
         from hap.cluster import ClusterSpec
 
         spec = ClusterSpec.load(cluster)
+        _check_named(model, hf, batch, seq, optimizer)
         if testbed:
             tell(_on_testbed(spec, model, hf, batch, seq, optimizer), out, as_json)
         else:
             raise typer.Exit(_launch(spec))
         return
-    _on_ranks(model, hf, batch, seq, cluster, out, cluster_out, optimizer, emulate, as_json)
+    _on_ranks(model, hf, batch, seq, cluster, out, found_at, optimizer, emulate, as_json)
+
+
+def _check_named(model: str | None, hf: str | None, batch: int | None, seq: int | None, optimizer: str) -> None:
+    """HapError here, in one line, for what every rank would refuse."""
+    from hap.cost_models.optimizers import kind_of
+
+    kind_of(optimizer)
+    if (model, hf) != (None, None):
+        shared.build(model, hf, batch, seq)
 
 
 def _launch(spec: ClusterSpec) -> int:
@@ -245,6 +264,7 @@ def simulate(
     from hap import api
     from hap.mesh_plan import load_plan
 
+    shared.check_target(out)
     loaded = load_plan(plan)
     built = shared.build(model, hf, batch, seq)
     with shared.working("capturing the model"):

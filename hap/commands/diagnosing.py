@@ -48,6 +48,8 @@ def diagnose(
     from hap.diagnosis.traffic import find_traffic
     from hap.diagnosis.verdict import diagnose, told
 
+    shared.check_target(out)
+    shared.check_target(trace)
     loaded = load_run(run, plan)
     found = diagnose(loaded)
     traffic = find_traffic(loaded) if collectives else None

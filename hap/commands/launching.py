@@ -108,6 +108,8 @@ def _planned(path: Path, cluster: ClusterSpec, host: str | None) -> tuple[Cluste
 def launch_arguments(cluster: ClusterSpec, host: str | None, master: str | None) -> list[str]:
     """torchrun's options for the whole cluster here, or for one host of it. HapError if the host is unknown."""
     if host is None:
+        if master is not None:
+            raise HapError("--master goes with --host")
         return ["--standalone", "--nproc-per-node", str(cluster.world_size)]
     names = [h.name for h in cluster.hosts]
     if host not in names:

@@ -4,6 +4,7 @@ JSON, show that work is under way."""
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,18 @@ def build(model: str | None, hf: str | None, batch: int | None, seq: int | None)
     built = build_from(model)
     sys.path.insert(0, str(folder_of(model)))  # until the command ends: a model may import more when it is first called
     return built
+
+
+def check_target(path: Path | None) -> None:
+    """HapError if no file can be written there: before work that takes long, whose outcome would be lost."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise HapError(f"{path}: cannot write (a folder)")
+    if not path.parent.is_dir():
+        raise HapError(f"{path}: cannot write (no folder {path.parent})")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise HapError(f"{path}: cannot write (no permission)")
 
 
 def write(path: Path, text: str) -> None:

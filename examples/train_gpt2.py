@@ -300,7 +300,8 @@ def main() -> None:
         model, cluster, example_inputs=example, plan=arguments.plan, profile=arguments.profile, device=device
     )
     say(f"planned and compiled in {seconds(time.perf_counter() - started)}\n")
-    say(f"{summarize(program.plan, cluster if arguments.plan is None else None)}\n")
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    say(f"{summarize(program.plan, cluster if arguments.plan is None else None, sizes)}\n")
     record = train(program, data, arguments, throttle)
     if dist.get_rank() == 0:
         report(program, record, one_device(data, arguments, device))

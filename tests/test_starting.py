@@ -100,7 +100,7 @@ def test_the_text_names_who_is_left_out_what_all_would_take_and_how_to_start() -
             "  on a: torchrun --standalone --nproc-per-node 2 SCRIPT.py --cluster CLUSTER.yaml --plan X.plan.json",
         ]
     assert f"It leaves out b/old#0: {with_all(plan)}." in (said := explain(plan))
-    assert "no plan for these devices, for all, or for all but the slowest kinds can take less than" in said
+    assert "no plan of one axis for these devices, for all, or for all but the slowest kinds can take less than" in said
 
 
 def test_on_several_hosts_each_has_its_command_and_sees_only_its_devices_that_take_part() -> None:

@@ -106,6 +106,7 @@ def plan(
         raise HapError(f"--add, --without and --link compare clusters; leave out {unfit}")
     if mesh != "flat" and of_one_axis:
         raise HapError(f"--mesh {mesh} goes without --profile, --budget-s and --method")
+    shared.check_target(out)
     built = shared.build(model, hf, batch, seq)
     from hap import api
     from hap.cluster import ClusterSpec
@@ -150,7 +151,8 @@ def plan(
     elif isinstance(found, MeshPlan):
         print(summarize_mesh(found))
     else:
-        print(summarize(found, api.planned_part(found, spec)))
+        sizes = {name: parameter.nbytes for name, parameter in built.model.named_parameters()}
+        print(summarize(found, api.planned_part(found, spec), sizes))
 
 
 def _batches(text: str) -> int | Literal["best"]:
@@ -182,6 +184,7 @@ def program(
     """
     from hap.mesh_plan import load_plan
 
+    shared.check_target(out)
     loaded = load_plan(plan)
     built = shared.build(model, hf, batch, seq)
     from hap import api

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -128,10 +129,14 @@ def report(
     from hap.report.page import load_run, render_page
 
     loaded = load_plan(plan)
-    measured = None if run is None else load_run(run)
+    name = plan.name.removesuffix(".json").removesuffix(".plan")
+    target = out or plan.with_name(f"{name}.html")
+    shared.check_target(target)
+    measured = None if run is None else load_run(run, loaded)
+    if measured is not None and measured.other_plan is not None:
+        print(f"{run}: a run of another plan than {plan}", file=sys.stderr)
     with shared.working("drawing"):
         text = render_mesh_page(loaded, measured) if isinstance(loaded, MeshPlan) else render_page(loaded, measured)
-    target = out or plan.with_suffix("").with_suffix(".html")
     shared.write(target, text)
     if as_json:
         shared.print_json({"report": str(target), "characters": len(text)})

@@ -123,13 +123,13 @@ def _table(slow: Slow) -> list[str]:
     wire = f"all wait for the wire {in_words(slow.wire_s)}"
     if np.isnan(slow.wire_s):
         wire = "who is waited for is not known, as none of them was told call by call"
-    head = ["device", "computes", "x predicted", "outside", "waited for"]
+    head = ["device", "computes", "outside", "both x predicted", "waited for"]
     rows = [
         [
             device,
             in_words(float(slow.compute_s[rank])),
-            "-" if np.isnan(slow.ratio[rank]) else f"{slow.ratio[rank]:.2f}",
             in_words(float(slow.outside_s[rank])),
+            "-" if np.isnan(slow.ratio[rank]) else f"{slow.ratio[rank]:.2f}",
             "-" if np.isnan(slow.waited_for_s[rank]) else in_words(float(slow.waited_for_s[rank])),
         ]
         for rank, device in enumerate(slow.run.devices)

@@ -142,7 +142,7 @@ def _decisions(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Iterator[str]:
 def _axes(plan: Plan | MeshPlan) -> str:
     if isinstance(plan, Plan):
         return "a plan of one axis"
-    return f"one of two, with {plan.batch.label} dealt out between {listed([h.name for h in plan.hosts])},"
+    return f"a plan of two, with {plan.batch.label} dealt out between {listed([h.name for h in plan.hosts])}"
 
 
 def _of_two_axes(a: MeshPlan, b: MeshPlan) -> Iterator[str]:
@@ -165,6 +165,7 @@ def _of_one_axis(a: Plan, b: Plan) -> Iterator[str]:
     yield from _shares(a, b)
     yield from _uses(a, b)
     yield from _calls(a, b)
+    yield from _ways(a, b)
     if a.recomputed != b.recomputed:
         yield f"computed again in the backward pass: {_repeated(a)}; now {_repeated(b)}"
     if a.postponed != b.postponed:
@@ -183,6 +184,18 @@ def _of_one_axis(a: Plan, b: Plan) -> Iterator[str]:
             if gone or new
             else ("devices: in another order")
         )
+
+
+def _ways(a: Plan, b: Plan) -> Iterator[str]:
+    """Collectives that are in both plans and performed otherwise, a line for each kind and way."""
+    before = {(c.value, c.source, c.target, c.phase): c.decomposition for c in a.conversions}
+    changes: Counter[tuple[str, str, str]] = Counter()
+    for c in b.conversions:
+        old = before.get((c.value, c.source, c.target, c.phase), c.decomposition)
+        if old != c.decomposition:
+            changes[c.collective, old, c.decomposition] += 1
+    for (kind, old, new), count in changes.items():
+        yield f"{count} {kind} performed by {old}; now by {new}"
 
 
 def _repeated(plan: Plan) -> str:

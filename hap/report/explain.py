@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from hap.cluster import ClusterSpec
 from hap.plan import Plan
 from hap.report.facts import DeviceRow, Facts
 from hap.report.summary import (
@@ -16,7 +17,7 @@ from hap.report.summary import (
     what_is_repeated,
     who_is_left_out,
 )
-from hap.report.words import counted, listed, percent, quantity, ranks_in_words, seconds, starred, table
+from hap.report.words import LEDGER, counted, listed, percent, quantity, ranks_in_words, seconds, starred, table
 from hap.starting import in_words, left_out, with_all
 
 
@@ -67,7 +68,7 @@ def _sentences(facts: Facts) -> Iterator[str]:
         yield f"{ended[0].upper()}{ended[1:]}."
     if left_out(plan):
         yield f"It leaves out {in_words(plan)}: {with_all(plan)}."
-    if price := hourly_price(facts):
+    if price := hourly_price(facts.cluster):
         per = f", {price / 3600 * step / facts.batch * 1e6:.3g} per million samples" if facts.batch else ""
         yield f"The cluster costs {price:.2f} an hour{per}."
     yield _dealt(facts)
@@ -81,19 +82,19 @@ def _sentences(facts: Facts) -> Iterator[str]:
             yield "No single improvement of the hardware that was tried would shorten it by half a percent."
     if predicted.overlapped_bound_s:
         bound = seconds(predicted.overlapped_bound_s)
-        yield f"By the same cost model no plan for this model runs in less than {bound} on these devices."
+        yield f"By the same cost model no plan of one axis runs in less than {bound} on these devices."
     if predicted.gap is not None and predicted.lower_bound_s:
         bound = seconds(predicted.lower_bound_s)
         how = "" if predicted.overlapped_s is None else ", nothing overlapped,"
         them = "these devices, for all, or for all but the slowest kinds" if left_out(plan) else "all of these devices"
-        yield f"By the same cost model{how} no plan for {them} can take less than {bound}."
+        yield f"By the same cost model{how} no plan of one axis for {them} can take less than {bound}."
         if (least := shortest(facts.plan)) is not None:
             yield f"The shortest found by that clock takes {least}, and this one was chosen by its step as it is run."
 
 
-def hourly_price(facts: Facts) -> float | None:
+def hourly_price(cluster: ClusterSpec | None) -> float | None:
     """What all hosts cost together; None unless every host has a price."""
-    prices = [h.price_per_hour for h in facts.cluster.hosts] if facts.cluster else [None]
+    prices = [h.price_per_hour for h in cluster.hosts] if cluster else [None]
     return None if any(p is None for p in prices) else sum(p for p in prices if p is not None)
 
 
@@ -150,10 +151,11 @@ def _devices(facts: Facts) -> list[str]:
                 seconds(row.communication_s),
                 seconds(row.idle_s),
                 memory,
-                ", ".join(f"{kind} {quantity(n, 'B')}" for kind, n in largest if n),
+                ", ".join(f"{LEDGER.get(kind, kind)} {quantity(n, 'B')}" for kind, n in largest if n),
             ]
         )
-    return ["devices (those that do the same are one row):", *_indented(table(rows, right=(2, 3, 4, 5)))]
+    head = "devices (those that do the same are one row; seconds are with nothing overlapped):"
+    return [head, *_indented(table(rows, right=(2, 3, 4, 5)))]
 
 
 def _collectives(facts: Facts) -> list[str]:

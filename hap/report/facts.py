@@ -4,7 +4,7 @@ are, ``hap report`` draws them. Everything is read off the plan and its explanat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -46,7 +46,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer, or ``count`` consecutive ones that are alike. The seconds are those of each."""
+    """One layer, or ``count`` consecutive ones that are alike, as ``h.3-5``. The seconds are those of each."""
 
     name: str
     count: int
@@ -130,17 +130,17 @@ class Facts:
     @cached_property
     def layers(self) -> tuple[LayerRow, ...]:
         """Layers in the model's order; neighbours that differ in little but their number are one row."""
-        rows: list[LayerRow] = []
+        runs: list[list[LayerRow]] = []
         for layer in self.told.layers if self.told else ():
             calls: dict[str, int] = {}
             for label, count in layer.calls.items():
                 calls[starred(label)] = calls.get(starred(label), 0) + count
             row = LayerRow(layer.name, 1, layer.forward_s, layer.backward_s, layer.wire_s, layer.parameter_bytes, calls)
-            if rows and _alike(rows[-1], row):
-                rows[-1] = LayerRow(starred(row.name), rows[-1].count + 1, *_rest(rows[-1]))
+            if runs and _alike(runs[-1][0], row):
+                runs[-1].append(row)
             else:
-                rows.append(row)
-        return tuple(rows)
+                runs.append([row])
+        return tuple(_as_one(run) for run in runs)
 
     def to_json(self) -> dict[str, Any]:
         """All rows as plain data."""
@@ -163,8 +163,11 @@ def described(body: Mapping[str, Any], ranks: int) -> ClusterSpec:
     return found
 
 
-def _rest(row: LayerRow) -> tuple[float, float, float, int, Mapping[str, int]]:
-    return row.forward_s, row.backward_s, row.wire_s, row.parameter_bytes, row.calls
+def _as_one(run: list[LayerRow]) -> LayerRow:
+    """The first of layers that are alike, named for all."""
+    if len(run) == 1:
+        return run[0]
+    return replace(run[0], name=f"{run[0].name}-{run[-1].name.rpartition('.')[2]}", count=len(run))
 
 
 def _alike(a: LayerRow, b: LayerRow) -> bool:

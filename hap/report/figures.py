@@ -14,7 +14,7 @@ from hap.plan import AsRun
 from hap.report.facts import DeviceRow, Facts
 from hap.report.measured import Measured
 from hap.report.traffic import between, traffic_bytes
-from hap.report.words import quantity, ranks_in_words, seconds
+from hap.report.words import LEDGER, quantity, ranks_in_words, seconds
 
 # Distinct in both modes and for the colour blind (Okabe and Ito's set, darkened or lightened a little).
 COMPUTE, WIRE, WAIT = "#3b82c4", "#e08a2e", "rgba(140,140,135,0.35)"
@@ -156,8 +156,8 @@ def memory(facts: Facts, shown: Sequence[int]) -> str:
                 y=names,
                 x=[a / scale for a in amounts],
                 orientation="h",
-                name=kind,
-                hovertext=[f"{kind} {quantity(a, 'B')}" for a in amounts],
+                name=LEDGER.get(kind, kind),
+                hovertext=[f"{LEDGER.get(kind, kind)} {quantity(a, 'B')}" for a in amounts],
                 hoverinfo="text",
                 marker={"color": KINDS.get(kind, WAIT), "line": {"width": 0}},
             )

@@ -1,5 +1,5 @@
 """What a run measured, to be put beside the prediction: a folder with ``steps.csv`` of ``step,seconds``, or with the
-records that ``hap diagnose`` reads.
+records that ``hap diagnose`` reads. A step is one of the optimizer, of however many batches.
 
 log = StepLog("runs/1")                 # on rank 0
 for step, batch in enumerate(loader):
@@ -14,13 +14,15 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from hap.errors import HapError
-from hap.run_record import rank_file, read_folder
+from hap.mesh_plan import MeshPlan, load_plan
+from hap.plan import Plan
+from hap.run_record import PLAN, rank_file, read_folder
 
 HEADER = ["step", "seconds"]
 WARM_UP = 3  # steps that are left out where there are at least three times as many
@@ -28,10 +30,12 @@ WARM_UP = 3  # steps that are left out where there are at least three times as m
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps in order of time, all of them and those that count (without the warm-up)."""
+    """Steps in order of time, all of them and those that count (without the warm-up). ``other_plan``: the checksum of
+    the plan that was run, where it is another one."""
 
     steps: tuple[int, ...]
     seconds: tuple[float, ...]
+    other_plan: str | None = None
 
     @property
     def counted(self) -> tuple[float, ...]:
@@ -69,28 +73,43 @@ class StepLog:
             file.write(f"{number},{seconds:.6g}\n")
 
 
-def load_run(folder: Path) -> Measured:
-    """HapError, one line, where there is no readable ``steps.csv`` with at least one step, nor records."""
+def load_run(folder: Path, plan: Plan | MeshPlan) -> Measured:
+    """A run of ``plan``. HapError, one line, where there is no readable ``steps.csv`` with at least one step, nor
+    records, or where they are of another number of ranks than the plan is for."""
+    other, run = None, folder / PLAN
+    if run.is_file():
+        recorded = load_plan(run)
+        _check_ranks(folder, plan, recorded.world_size)
+        other = None if recorded.checksum == plan.checksum else recorded.checksum
     path = folder / "steps.csv"
     if not path.exists() and rank_file(folder, 0, "jsonl").exists():
-        return _recorded(folder)
+        return replace(_recorded(folder, plan), other_plan=other)
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.reader(file))
-        if rows[:1] != [HEADER]:
+            first, *rows = [row for row in csv.reader(file) if row] or [[]]
+        if first != HEADER:
             raise ValueError(f"its first line is not {','.join(HEADER)}")
-        steps = tuple(int(row[0]) for row in rows[1:])
-        seconds = tuple(float(row[1]) for row in rows[1:])
+        steps = tuple(int(row[0]) for row in rows)
+        seconds = tuple(float(row[1]) for row in rows)
     except (OSError, ValueError, IndexError, csv.Error) as e:
         raise HapError(f"{path}: cannot read measured steps ({' '.join(str(e).split())})") from None
     if not seconds or not all(0 < s < float("inf") for s in seconds):
         raise HapError(f"{path}: no steps, or times that are not more than zero")
-    return Measured(steps, seconds)
+    return Measured(steps, seconds, other)
 
 
-def _recorded(folder: Path) -> Measured:
-    """Training steps as rank 0 saw them, but for the last one, after which nothing came."""
-    lines = [line for line in read_folder(folder)[0].steps if line.trains][:-1]
-    if not lines:
+def _check_ranks(folder: Path, plan: Plan | MeshPlan, ranks: int) -> None:
+    if ranks != plan.world_size:
+        raise HapError(f"{folder}: a run of {ranks} ranks, and the plan is for {plan.world_size}")
+
+
+def _recorded(folder: Path, plan: Plan | MeshPlan) -> Measured:
+    """Training steps as rank 0 saw them, but for the last batch, after which nothing came. Records tell of batches: a
+    step has so many of them as the plan says."""
+    ranks, batches = read_folder(folder), plan.gradient_accumulation_steps
+    _check_ranks(folder, plan, len(ranks))
+    lines = [line for line in ranks[0].steps if line.trains][:-1]
+    steps = [lines[i : i + batches] for i in range(0, len(lines) - batches + 1, batches)]
+    if not steps:
         raise HapError(f"{folder}: the records have no whole step")
-    return Measured(tuple(line.step for line in lines), tuple(line.seconds for line in lines))
+    return Measured(tuple(s[0].step for s in steps), tuple(sum(line.seconds for line in s) for s in steps))

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
+from hap.report.facts import Facts
 from hap.report.summary import batches_in_words, summarize
 from hap.report.words import counted, listed, percent, quantity, seconds, table
 
 
 def summarize_mesh(plan: MeshPlan) -> str:
     """Plain text: who gets how much of the batch, what is summed between hosts, then every plan inside."""
-    made = plan.provenance
-    head = (
-        f"{made.model}: {quantity(made.parameters)} parameters on {made.cluster}: "
-        f"{counted(len(plan.hosts), 'host')}, {counted(plan.world_size, 'rank')}, a mesh of two axes"
-    )
-    stopped = "the search was interrupted: another run may find another plan" if made.solver.get("stopped") else ""
-    left_out = f"left out: {listed(plan.left_out)}; start the job on the other hosts" if plan.left_out else ""
-    blocks = ["\n".join(filter(None, [head, *times_in_words(plan), stopped, left_out]))]
-    blocks.append("\n".join(table(host_rows(plan), right=(1, 2, 3, 4))))
+    blocks = ["\n".join(head_lines(plan)), "\n".join(table(host_rows(plan), right=(1, 2, 3, 4)))]
     for number, inside, names in plans_inside(plan):
         title = f"--- plan {number}, inside {listed(names)}; what ranks are busy with includes the sums over hosts ---"
-        blocks.append(f"{title}\n\n{summarize(inside)}")
+        ranks = [list(same) for same in zip(*(_ranks_of(plan, name) for name in names), strict=True)]
+        blocks.append(f"{title}\n\n{summarize(inside, Facts(inside).cluster, ranks=ranks)}")
     return "\n\n".join(blocks)
 
 
-def times_in_words(plan: MeshPlan) -> list[str]:
-    predicted = plan.predicted
-    return [
-        *batches_in_words(plan.gradient_accumulation_steps),
-        f"predicted step: {seconds(predicted.as_run_s)} as it is run",
+def _ranks_of(plan: MeshPlan, name: str) -> range:
+    """The job's ranks on a host."""
+    number = next(i for i, host in enumerate(plan.hosts) if host.name == name)
+    first = sum(host.ranks for host in plan.hosts[:number])
+    return range(first, first + plan.hosts[number].ranks)
+
+
+def head_lines(plan: MeshPlan) -> Iterator[str]:
+    """What is said of the whole plan before its hosts."""
+    made, predicted = plan.provenance, plan.predicted
+    yield (
+        f"{made.model}: {quantity(made.parameters)} parameters on {made.cluster}: "
+        f"{counted(len(plan.hosts), 'host')}, {counted(plan.world_size, 'rank')}, a mesh of two axes"
+    )
+    yield from batches_in_words(plan.gradient_accumulation_steps)
+    yield f"predicted step: {seconds(predicted.as_run_s)} as it is run"
+    yield (
         f"nothing overlapped: {seconds(predicted.step_s)}, of it sums over hosts {seconds(predicted.sums_s)}; no "
         f"plan of these two axes can take less than {seconds(predicted.lower_bound_s)} (proved, gap "
-        f"{predicted.gap:.1%})",
-    ]
+        f"{predicted.gap:.1%})"
+    )
+    if made.solver.get("stopped"):
+        yield "the search was interrupted: another run may find another plan"
+    if plan.left_out:
+        yield f"left out: {listed(plan.left_out)}; start the job on the other hosts"
 
 
 def host_rows(plan: MeshPlan) -> list[list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
 
 from hap.errors import HapError, PlanError
 from hap.mesh_plan import MeshPlan
@@ -16,7 +17,7 @@ from hap.plan import Plan, Provenance
 from hap.report.explain import hourly_price, paragraph
 from hap.report.facts import DeviceRow, Facts
 from hap.report.measured import Measured, load_run
-from hap.report.words import quantity, ranks_in_words, seconds
+from hap.report.words import percent, quantity, ranks_in_words, seconds
 
 __all__ = ["load_run", "render_page"]
 
@@ -52,13 +53,18 @@ def render_page(plan: Plan, measured: Measured | None = None) -> str:
     facts = Facts(plan)
     if facts.told is None:
         raise PlanError("the plan was made by an older HAP and holds no timeline; plan again")
+    return page_of(plan.provenance, _sections(facts, measured), str(drawing().library()))
+
+
+def drawing() -> ModuleType:
+    """``hap.report.figures``. HapError without Plotly, which takes a while to import."""
     try:
         from hap.report import figures
     except ModuleNotFoundError as e:
         if e.name is None or e.name.partition(".")[0] != "plotly":
             raise
         raise HapError("hap report needs plotly: pip install plotly") from None
-    return page_of(plan.provenance, _sections(facts, measured), figures.library())
+    return figures
 
 
 def page_of(made: Provenance, sections: Iterable[str], library: str) -> str:
@@ -96,8 +102,7 @@ def heading(plan: Plan | MeshPlan) -> str:
 
 def drawn(facts: Facts, measured: Measured | None) -> Iterator[str]:
     """The figures and tables of a plan of one axis."""
-    from hap.report import figures as draw  # Plotly takes a while
-
+    draw = drawing()
     made, shown = facts.plan.provenance, _shown(facts.devices)
     if len(shown) < len(facts.devices):
         ranks = sum(len(facts.devices[i].ranks) for i in shown)
@@ -106,8 +111,8 @@ def drawn(facts: Facts, measured: Measured | None) -> Iterator[str]:
             f"{ranks} of {facts.plan.world_size} devices.</p>"
         )
     if measured is not None:
-        predicted_s = facts.plan.predicted.as_run_s
-        yield figure("Predicted and measured", compared(predicted_s, measured), draw.measured(predicted_s, measured))
+        step_s = whole_step_s(facts.plan)
+        yield figure("Predicted and measured", compared(facts.plan, measured), draw.measured(step_s, measured))
     batches = facts.plan.gradient_accumulation_steps
     when = "one step" if batches == 1 else f"the last of a step's {batches} batches"
     words = f"What every device does in {when}; those that do the same are one row."
@@ -131,16 +136,15 @@ def drawn(facts: Facts, measured: Measured | None) -> Iterator[str]:
 def _tiles(facts: Facts, measured: Measured | None) -> str:
     predicted = facts.plan.predicted
     fullest = max(facts.devices, key=lambda d: d.memory_bytes / (d.capacity_bytes or 1))
-    tiles = [(seconds(predicted.as_run_s), "predicted step")]
+    tiles = [(seconds(whole_step_s(facts.plan)), f"predicted step{of_batches(facts.plan)}")]
     if measured is not None:
-        tiles.append((seconds(measured.median_s), "measured step (median)"))
+        tiles.append((seconds(measured.median_s), f"measured step{of_batches(facts.plan)} (median)"))
     if facts.batch and predicted.as_run_s:
         tiles.append((quantity(facts.batch / predicted.as_run_s), "samples a second"))
-    busiest = max(predicted.compute_s)
-    tiles.append((f"{busiest / predicted.as_run_s:.0%}" if predicted.as_run_s else "-", "busy, the busiest device"))
+    tiles.append((_busy(facts), "busy, the busiest device"))
     if fullest.capacity_bytes:
         tiles.append((f"{fullest.memory_bytes / fullest.capacity_bytes:.0%}", f"of {fullest.names[0]}'s memory"))
-    if (price := hourly_price(facts)) is not None:
+    if (price := hourly_price(facts.cluster)) is not None:
         tiles.append((f"{price:.2f}", "an hour, all hosts"))
     return tiled(tiles)
 
@@ -151,13 +155,37 @@ def tiled(tiles: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{inner}</div>'
 
 
-def compared(predicted_s: float, measured: Measured) -> str:
-    low, high = measured.spread_s
+def _busy(facts: Facts) -> str:
+    """How much of the step the busiest device computes: as the step is run, where the plan tells, of several batches in
+    the last one; else with nothing overlapped."""
+    run, predicted = None if facts.told is None else facts.told.as_run, facts.plan.predicted
+    if run is None:
+        busiest_s, step_s = max(predicted.compute_s), predicted.step_s
+    else:
+        busiest_s, step_s = max(sum(row[1::2]) - sum(row[::2]) for row in run.busy_s), run.step_s
+    return percent(busiest_s, step_s)
+
+
+def whole_step_s(plan: Plan | MeshPlan) -> float:
+    """Predicted seconds of a step with all its batches."""
+    return plan.gradient_accumulation_steps * plan.predicted.as_run_s
+
+
+def of_batches(plan: Plan | MeshPlan) -> str:
+    """What a step is of, where it has several batches."""
+    batches = plan.gradient_accumulation_steps
+    return "" if batches == 1 else f" of {batches} batches"
+
+
+def compared(plan: Plan | MeshPlan, measured: Measured) -> str:
+    """Prediction and measurement of whole steps, in words."""
+    (low, high), predicted_s = measured.spread_s, whole_step_s(plan)
+    other = measured.other_plan
     return (
-        f"Predicted {seconds(predicted_s)}, measured {seconds(measured.median_s)} (median of "
+        f"Step{of_batches(plan)}: predicted {seconds(predicted_s)}, measured {seconds(measured.median_s)} (median of "
         f"{len(measured.counted)}; 80% of steps took {seconds(low)} to {seconds(high)}); "
         f"predicted / measured = {predicted_s / measured.median_s:.2f}."
-    )
+    ) + ("" if other is None else f" The run was of another plan, {other[:12]}.")
 
 
 def figure(title: str, words: str, drawn: str) -> str:
@@ -191,7 +219,8 @@ def _tables(facts: Facts) -> str:
         for row in facts.devices[: 4 * MOST_ROWS]
     ]
     columns = ("ranks", "device", "batch each", "busy", "waits", "memory")
-    parts += ["<h2>Devices</h2>", table(columns, devices, numbers=(2, 3, 4, 5))]
+    parts += ["<h2>Devices</h2>", '<p class="quiet">Seconds are with nothing overlapped.</p>']
+    parts.append(table(columns, devices, numbers=(2, 3, 4, 5)))
     if facts.told and facts.told.helps:
         step = facts.plan.predicted.step_s or 1.0
         helps = [(h.change, seconds(h.step_s), f"{h.step_s / step - 1:+.1%}") for h in facts.told.helps]

@@ -20,14 +20,16 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hap.cluster import ClusterSpec
 from hap.placement import Shard
 from hap.plan import Plan, Prediction
+from hap.report.held import Held, held_parameters
 from hap.report.words import (
     FEW_RANKS,
+    LEDGER,
     MANY,
     counted,
     listed,
@@ -61,14 +63,22 @@ class Use:
     group: str | None
 
 
-def summarize(plan: Plan, cluster: ClusterSpec | None = None) -> str:
-    """The plan as plain text, some 25 lines. ``cluster`` adds what only it knows: memory and speed."""
+def summarize(
+    plan: Plan,
+    cluster: ClusterSpec | None = None,
+    parameters: Mapping[str, int] | None = None,
+    ranks: Sequence[Sequence[int]] | None = None,
+) -> str:
+    """The plan as plain text, some 25 lines. ``cluster`` adds what only it knows: memory and speed; ``parameters``,
+    bytes of the model's by their names, who holds what part of them. ``ranks``: of the job, by the plan's own, where
+    the plan is for one of its hosts, or for several that are alike."""
+    held = None if parameters is None else held_parameters(plan, parameters)
     blocks = [
-        list(_headline(plan)),
-        _ranks(plan, cluster),
+        list(headline(plan)),
+        _ranks(plan, cluster, held, ranks or [[rank] for rank in range(plan.world_size)]),
         ["what is dealt out:", *_indented(_dealt(plan))],
         ["parameters:", *_indented(parameter_lines(plan))],
-        list(_reasons(plan, cluster)),
+        list(_reasons(plan, cluster, held)),
         list(_costs(plan)),
         who_is_left_out(plan),
     ]
@@ -111,7 +121,8 @@ def batches_in_words(batches: int) -> list[str]:
     return [f"a step has {batches} batches, whose gradients are added up; times are of one batch, their mean"]
 
 
-def _headline(plan: Plan) -> Iterator[str]:
+def headline(plan: Plan) -> Iterator[str]:
+    """What the plan is for and how fast, and all that a reader must know of it beside its tables."""
     made, predicted = plan.provenance, plan.predicted
     yield (
         f"{made.model}: {quantity(made.parameters)} parameters, {made.optimizer}, "
@@ -201,24 +212,24 @@ def who_is_left_out(plan: Plan) -> list[str]:
     ]
 
 
-def _ranks(plan: Plan, cluster: ClusterSpec | None) -> list[str]:
+def _ranks(plan: Plan, cluster: ClusterSpec | None, held: Held | None, of_job: Sequence[Sequence[int]]) -> list[str]:
     group, predicted = batch_group(plan), plan.predicted
-    head = ["rank", "device", "batch", "busy", "parameters", "memory"]
-    whole = max(1, max(_kind(plan, r, "parameters") for r in range(plan.world_size)))
-    if any(u.group is not None for u in parameter_uses(plan)):
-        whole = max(whole, _parameter_bytes(plan))
+    head = ["rank", "device", "batch", "busy", LEDGER["parameters"] if held is None else "parameters", "memory"]
     told: dict[tuple[str, ...], list[int]] = {}  # ranks by what is said of them
     for rank, device in enumerate(plan.devices):
         batch = "all" if group is None else f"{plan.groups[group].sizes[rank]} of {plan.groups[group].n}"
-        held = _kind(plan, rank, "parameters")
+        if held is None:
+            holds = quantity(_kind(plan, rank, "parameters"), "B")
+        else:
+            holds = f"{quantity(held.on[rank], 'B')} ({percent(held.on[rank], held.whole)})"
         memory = quantity(predicted.memory_bytes[rank], "B")
         if cluster is not None:
             memory += f" of {quantity(cluster.devices[rank].memory_bytes, 'B')}"
         name = device if plan.world_size <= FEW_RANKS else _model(device)
-        cells = batch, seconds(predicted.compute_s[rank]), f"{quantity(held, 'B')} ({percent(held, whole)})", memory
-        told.setdefault((name, *cells), []).append(rank)
+        cells = batch, seconds(predicted.compute_s[rank]), holds, memory
+        told.setdefault((name, *cells), []).extend(of_job[rank])
     rows = [
-        [ranks_in_words(ranks), name if len(ranks) == 1 else f"{len(ranks)} x {name}", *cells]
+        [ranks_in_words(sorted(ranks)), name if len(ranks) == 1 else f"{len(ranks)} x {_model(name)}", *cells]
         for (name, *cells), ranks in told.items()
     ]
     return table([head, *rows], right=(0, 2, 3, 4))
@@ -232,11 +243,6 @@ def _model(device: str) -> str:
 def _kind(plan: Plan, rank: int, kind: str) -> int:
     kinds = plan.predicted.memory_by_kind
     return kinds[rank].get(kind, 0) if rank < len(kinds) else 0
-
-
-def _parameter_bytes(plan: Plan) -> int:
-    """Bytes of all parameters once. Their dtypes are not in the plan; four bytes each is right but for mixed models."""
-    return 4 * plan.provenance.parameters
 
 
 def _dealt(plan: Plan) -> list[str]:
@@ -293,7 +299,7 @@ def nothing_is_dealt_out(plan: Plan) -> str | None:
     return f"nothing is dealt out: every device computes the whole step; {plan.devices[least]} alone would take {alone}"
 
 
-def _reasons(plan: Plan, cluster: ClusterSpec | None) -> Iterator[str]:
+def _reasons(plan: Plan, cluster: ClusterSpec | None, held: Held | None) -> Iterator[str]:
     if (words := nothing_is_dealt_out(plan)) is not None:
         yield words
     group = batch_group(plan)
@@ -309,12 +315,14 @@ def _reasons(plan: Plan, cluster: ClusterSpec | None) -> Iterator[str]:
         for rank in full:
             used = percent(plan.predicted.memory_bytes[rank], cluster.devices[rank].memory_bytes)
             yield f"{plan.devices[rank]} is full: {used} of its memory"
-    state = sum(_kind(plan, r, k) for r in range(plan.world_size) for k in ("parameters", "gradients", "optimizer"))
+    state = sum(_kind(plan, r, k) for r in range(plan.world_size) for k in ("gradients", "optimizer"))
+    state += sum(_kind(plan, r, "parameters") for r in range(plan.world_size)) if held is None else sum(held.on)
     uses = parameter_uses(plan)
     least = min(cluster.devices, key=lambda d: d.memory_bytes)
     if uses and all(u.group is not None for u in uses) and state > least.memory_bytes:
         yield (
-            f"no room for copies: parameters, gradients and optimizer state take {quantity(state, 'B')}, "
+            f"no room for copies: {LEDGER['parameters'] if held is None else 'parameters'}, gradients and optimizer "
+            f"state take {quantity(state, 'B')}, "
             f"{least.name} has {quantity(least.memory_bytes, 'B')}"
         )
 

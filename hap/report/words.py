@@ -8,6 +8,7 @@ from itertools import groupby
 
 MANY = 6  # rank numbers, or runs of equal sizes, that are listed one by one
 FEW_RANKS = 16  # up to here every rank is a row or a number of its own
+LEDGER = {"parameters": "parameters and inputs"}  # kinds of memory in a plan whose names say less than they hold
 
 
 def seconds(value: float) -> str:
@@ -73,7 +74,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
             spans[-1] = (spans[-1][0], rank)
         else:
             spans.append((rank, rank))
-    return listed([f"{a}" if a == b else f"{a}-{b}" for a, b in spans], MANY).replace(" and ", ", ", 1)
+    left = sum(b - a + 1 for a, b in spans[MANY:])
+    shown = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans[:MANY])
+    return shown + (f" and {left} more" if left else "")
 
 
 def sizes_in_words(sizes: Sequence[int]) -> str:

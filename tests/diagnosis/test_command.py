@@ -9,6 +9,7 @@ import pytest
 
 from hap.cluster import ClusterSpec
 from hap.diagnosis.run import Run
+from hap.mesh_plan import load_plan
 from hap.report.measured import load_run
 from hap.run_record import PLAN, STATE_BYTES, StateWriter, rank_file
 from tests._support.jobs import job, plan_of, steady
@@ -53,6 +54,7 @@ def test_a_finding_is_1_and_goes_into_a_cluster_and_a_trace(tmp_path: Path, caps
     assert code == 1
     assert out.startswith("compute straggler: rank 3 (h3/gpu#0) computes 2.0")
     assert "since step 16" in out and "next: " in out
+    assert "computes  outside  both x predicted  waited for" in out  # the finding's ratio is of what it computes alone
     assert f"in {found}: small/slow#1: 1/2.0" in err
     before, after = cluster_of_four(), ClusterSpec.load(found)
     rates = [a.tflops["float32"] / b.tflops["float32"] for a, b in zip(after.devices, before.devices, strict=True)]
@@ -70,7 +72,7 @@ def test_json_has_the_findings_and_the_traffic(tmp_path: Path, capsys: pytest.Ca
 
 def test_the_report_takes_the_same_folder(tmp_path: Path) -> None:
     slow(tmp_path / "run")
-    found = load_run(tmp_path / "run")
+    found = load_run(tmp_path / "run", load_plan(tmp_path / "run" / PLAN))
     assert len(found.steps) == 29 and found.median_s > 0.38
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -94,8 +95,9 @@ def test_a_manager_reads_one_paragraph() -> None:
         "One step is predicted to take "
     )
     assert "The cluster costs 4.00 an hour" in said and "\n" not in said
+    assert "no plan of one axis for all of these devices can take less than" in said
     assert re.search(r"What would help most: [a-z0-9% ]+, by \d+% of a step\.", said)
-    assert re.search(r"no plan for this model runs in less than [0-9.]+ [mu]s on these devices\.", said)
+    assert re.search(r"no plan of one axis runs in less than [0-9.]+ [mu]s on these devices\.", said)
 
 
 def test_a_plan_of_version_1_is_explained_without_times() -> None:
@@ -195,6 +197,27 @@ class TestDiff:
         said = str(diff(old, old.model_copy(update={"provenance": made})))
         assert "another cluster: c (f) became c (e)" in said and "optimizer: adamw became sgd" in said
         assert "every decision is the same" in said
+
+    def test_collectives_that_are_performed_otherwise(self) -> None:
+        plan = four()[0]
+        ways = {"all_reduce": "ring", "all_gather": "two_level"}
+        old, new = (
+            plan.model_copy(
+                update={
+                    "conversions": tuple(
+                        c.model_copy(update={"decomposition": way or ways.get(c.collective, c.decomposition)})
+                        for c in plan.conversions
+                    )
+                }
+            )
+            for way in (None, "pairs")
+        )
+        kinds = Counter(c.collective for c in plan.conversions if c.collective in ways)
+        found = [line for line in diff(old, new).decisions if "now by pairs" in line]
+        assert kinds and {f"{n} {kind} performed by {ways[kind]}; now by pairs" for kind, n in kinds.items()} <= {
+            *found
+        }
+        assert "every decision is the same" not in str(diff(old, new))
 
     def test_group_names_alone_are_no_difference(self) -> None:
         old = small_plan()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from torch import nn
 import hap
 from hap import api
 from hap.cluster import ClusterSpec
-from hap.errors import PlanError
+from hap.errors import HapError, PlanError
 from hap.guard import judge
 from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
@@ -61,6 +62,12 @@ def test_hosts_that_differ_in_their_place_alone_are_told_about_once() -> None:
     said = summarize_mesh(plan)
     assert said.count("--- plan ") == 2 and "--- plan 1, inside h1 and h2;" in said
     assert [line.split()[-1] for line in said.splitlines() if re.match(r"h\d ", line)] == ["0", "1", "1"]
+
+
+def test_ranks_are_those_of_the_job_and_memory_is_of_what_they_have() -> None:
+    rows = [line.split() for line in summarize_mesh(of_two(2, 1, 1)).splitlines() if line.endswith(" of 2 GB")]
+    assert [row[:2] for row in rows] == [["0", "h0/fast#0"], ["1", "h0/fast#1"], ["2-3", "2"]]
+    assert rows[2][2:4] == ["x", "slow"]
 
 
 def test_ranks_have_names_and_memory_in_order() -> None:
@@ -111,7 +118,9 @@ def test_what_changes_inside_of_hosts_alike_is_told_once() -> None:
 def test_from_one_axis_to_two() -> None:
     flat, two = planned(2, 1, mesh=False), of_two(2, 1)
     found = diff(flat, two)
-    assert found.decisions == ("a plan of one axis became one of two, with batch dealt out between h0 and h1,",)
+    assert found.decisions == ("a plan of one axis became a plan of two, with batch dealt out between h0 and h1",)
+    (back,) = diff(two, flat).decisions
+    assert back == "a plan of two, with batch dealt out between h0 and h1 became a plan of one axis"
     figures = {n.name for n in found.numbers}
     assert {"predicted step", "sums over hosts"} <= figures and not {"lower bound", "busiest rank's compute"} & figures
 
@@ -165,6 +174,32 @@ def test_a_browser_draws_the_figures_of_every_plan_inside(tmp_path: Path) -> Non
     assert [t for t in titles if t.startswith("Plan ")] == ["Plan 0, inside h0", "Plan 1, inside h1 and h2"]
     assert titles.count("Timeline") == titles.count("Layers") == 2
     assert body.count('class="main-svg"') >= 1 + 2 * 4
+
+
+def test_the_page_says_what_the_text_says() -> None:
+    plan = of_two(2, 1)
+    narrow = {"reduce_dtype": "bfloat16", "solver": {"stopped": True}}
+    insides = tuple(p.model_copy(update={"provenance": p.provenance.model_copy(update=narrow)}) for p in plan.inside)
+    made = plan.provenance.model_copy(update={"solver": {"stopped": True}})
+    assert plan.explanation is not None
+    hosts = [{**host, "price_per_hour": 1.5} for host in plan.explanation.cluster["hosts"]]
+    told = plan.explanation.model_copy(update={"cluster": {**plan.explanation.cluster, "hosts": hosts}})
+    changes = {"inside": insides, "provenance": made, "left_out": ("h9",), "explanation": told}
+    page = render_mesh_page(plan.model_copy(update=changes))
+    page = page[page.index("<main>") :]
+    assert "<p>left out: h9; start the job on the other hosts</p>" in page
+    assert "<p>the search was interrupted: another run may find another plan</p>" in page
+    assert page.count("<p>gradients are exchanged in bfloat16</p>") == 2
+    assert "<b>3.00</b><span>an hour, all hosts</span>" in page
+
+
+def test_without_plotly_a_page_of_two_axes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.partition(".")[0] == "plotly" or n == "hap.report.figures"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("hap.report.figures", raising=False)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(HapError, match=r"^hap report needs plotly: pip install plotly$"):
+        render_mesh_page(of_two(2, 1))
 
 
 def test_a_plan_without_timelines_is_refused() -> None:

@@ -5,7 +5,7 @@ import pytest
 from hap.cluster import ClusterSpec
 from hap.plan import Conversion, GroupPlan, Plan, Prediction, Provenance
 from hap.report.summary import COPIED, GATHERED, OWNED, SPLIT, batch_group, parameter_lines, parameter_uses, summarize
-from hap.report.words import counted, listed, percent, quantity, seconds, sizes_in_words, table
+from hap.report.words import counted, listed, percent, quantity, ranks_in_words, seconds, sizes_in_words, table
 from tests.report.plans import cluster_of_1024, thousand
 
 CLUSTER = """
@@ -120,13 +120,14 @@ def test_the_batch_is_the_group_of_that_name(plan: Plan) -> None:
 
 
 def test_the_whole_summary(plan: Plan) -> None:
-    assert summarize(plan, ClusterSpec.from_yaml(CLUSTER)).splitlines() == [
+    sizes = {"norm.weight": 20, "h.0.mlp.weight": 1600, "h.1.mlp.weight": 1600, "h.0.attn.weight": 800}
+    assert summarize(plan, ClusterSpec.from_yaml(CLUSTER), sizes).splitlines() == [
         "toy: 1 k parameters, adamw, on 2 devices of cluster 'pair' (gloo)",
         "predicted step: 12 ms; no plan of one axis can take less than 10.8 ms (proved, gap 10.0%)",
         "",
-        "rank  device       batch    busy    parameters  memory",
-        "   0  box/fast#0  6 of 8    9 ms  2.5 kB (62%)  5 MB of 16 MB",
-        "   1  box/slow#0  2 of 8  8.5 ms  1.5 kB (38%)  950 kB of 1 MB",
+        "rank  device       batch    busy     parameters  memory",
+        "   0  box/fast#0  6 of 8    9 ms  2.62 kB (65%)  5 MB of 16 MB",  # 20 + 3200 * 5 / 8 + 800 * 3 / 4
+        "   1  box/slow#0  2 of 8  8.5 ms  1.42 kB (35%)  950 kB of 1 MB",
         "",
         "what is dealt out:",
         "  batch                          6 + 2  2 calls",
@@ -145,6 +146,12 @@ def test_the_whole_summary(plan: Plan) -> None:
         "time: 9 ms of compute on the busiest rank, 3 ms of communication",
         "what limits it: memory of box/slow#0",
     ]
+
+
+@pytest.mark.parametrize("sizes", [None, {"norm.weight": 20}])
+def test_without_the_models_parameters_it_says_what_the_ledger_counts(plan: Plan, sizes: dict[str, int] | None) -> None:
+    rows = summarize(plan, None, sizes).splitlines()[3:5]
+    assert rows[0].split("  ")[-2:] == ["parameters and inputs", "memory"] and "2.5 kB  5 MB" in rows[1]
 
 
 def test_where_every_device_does_everything_it_says_that_one_would_do(plan: Plan) -> None:
@@ -234,5 +241,7 @@ def test_lists_and_tables() -> None:
     assert listed(["a"]) == "a"
     assert listed(["a", "b", "c"]) == "a, b and c"
     assert listed(["a", "b", "c"], limit=2) == "a, b and 1 more"
+    assert ranks_in_words([0, 1, 2, 8]) == "0-2, 8"
+    assert ranks_in_words([r for r in range(36) if r % 4 < 3]) == "0-2, 4-6, 8-10, 12-14, 16-18, 20-22 and 9 more"
     assert counted(1, "layer") == "1 layer" and counted(2, "layer") == "2 layers"
     assert table([["a", "bb"], ["ccc", "d"]], right=(1,)) == ["a    bb", "ccc   d"]

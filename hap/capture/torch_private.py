@@ -11,6 +11,7 @@
 - ``get_decompositions``: torch's decompositions, as Python functions.
 - ``_is_alias_of``: whether two tensors lie in one memory, while there is none.
 - ``_will_engine_execute_node``: whether the backward pass that is under way goes on to a node.
+- ``_current_graph_task_id``: which backward pass is under way.
 - ``Distribution._validate_args``: whether distributions check their arguments.
 - ``_clip_grads_with_norm_``: what clipping by a norm ends with, whoever imported it before.
 - ``GradScaler._unscale_grads_``: what every scaler's step begins with.
@@ -66,8 +67,8 @@ from hap.errors import CaptureError
 
 __all__ = [
     "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "casts_for_cuda_on_cpu",
-    "get_decompositions", "has_values", "is_alias", "is_fake", "pytree", "trace_joint", "untraced", "watch_clipping",
-    "watch_scaling",
+    "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "pytree", "trace_joint", "untraced",
+    "watch_clipping", "watch_scaling",
 ]  # fmt: skip
 
 _OWN_LIST = FunctionalTensor.tolist
@@ -169,6 +170,11 @@ def is_added_to_grad(node: Any) -> bool | None:
         if "autograd.grad()" not in str(error):
             raise
         return None
+
+
+def current_pass() -> int:
+    """The number of the backward pass that is under way in this thread, which no other has had; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def watch_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:

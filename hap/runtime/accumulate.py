@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hap.capture.torch_private import current_pass
 from hap.errors import ProgramError
 from hap.runtime.step import Kept, Step
 
@@ -31,7 +32,9 @@ class Unsummed:
         self._held: dict[Step, dict[str, torch.Tensor]] = {}
         self._seen: dict[int, int] = {}  # memory of a deferred ``.grad`` -> version, as backward passes left it
         self._kept: dict[str, bool] = {}  # deferred target -> whether it has a ``.grad`` of it
-        self._zeros: dict[str, tuple[int, int]] = {}  # target -> both, where ``.grad`` is nothing but zeros of ours
+        self._zeros: dict[str, tuple[int, int]] = {}  # target -> both, of the zeros that its ``.grad`` was made of
+        self._pending: set[str] = set()  # targets that have been given zeros, which are not in ``.grad`` yet
+        self._pass = -1  # the backward pass that is to put them there
         self._hooks: dict[str, Any] = {}
         self._failed = False  # in the middle of what it adds up
 
@@ -52,11 +55,13 @@ class Unsummed:
             share = self._shares[target]
             if target not in self._hooks:
                 self._hooks[target] = share.register_post_accumulate_grad_hook(partial(self._see, target))
-            if share.grad is None:
+            if share.grad is not None:
+                self._remember(share.grad)
+            elif target not in self._pending:
                 gradients[target] = torch.zeros_like(share)
-                self._zeros[target] = gradients[target].data_ptr(), -1
-            else:
-                self._remember(target)
+                self._zeros[target] = _state(gradients[target])
+                self._pending.add(target)
+        self._pass = current_pass()
         _waiting.add(self)
         if not _hooked:
             _hooked.append(register_optimizer_step_pre_hook(_before_step))
@@ -81,8 +86,9 @@ class Unsummed:
         """What is held, which is somebody else's from now on; the zeros that stand for it are dropped."""
         self.forget_zeroed()
         for target in self._deferred():
-            if self._zeros.get(target) == self._now(target):
-                self._shares[target].grad = None
+            share = self._shares[target]
+            if share.grad is not None and self._zeros.get(target) == _state(share.grad):
+                share.grad = None
         held = dict(self._held)
         self._drop()
         return held
@@ -100,18 +106,21 @@ class Unsummed:
         """Drop what ``zero_grad()`` dropped. ProgramError if something else was done to gradients in the meantime."""
         if not self._held:
             return
-        deferred = self._deferred()
-        zeroed = {target for target in deferred if self._shares[target].grad is None}
-        if zeroed == deferred:
+        if self._pending and self._pass != current_pass():  # it ended, and they did not arrive
+            self._pending.clear()
+            self._failed = True
+        present = {target: self._shares[target].grad for target in self._deferred() - self._pending}
+        zeroed = {target for target, gradient in present.items() if gradient is None}
+        if zeroed == self._deferred():
             self._drop()
         elif self._failed:
             raise ProgramError("a backward pass under no_sync() did not come to its end: zero_grad(), and start anew")
         elif zeroed:
             raise ProgramError(
                 f"the gradient of {min(zeroed)} was dropped between backward passes under no_sync(), that of "
-                f"{min(deferred - zeroed)} was not: zero_grad() for all parameters, or for none"
+                f"{min(self._deferred() - zeroed)} was not: zero_grad() for all parameters, or for none"
             )
-        elif changed := [t for t in sorted(deferred) if self._now(t) not in self._seen.items()]:
+        elif changed := [t for t, g in sorted(present.items()) if g is None or _state(g) not in self._seen.items()]:
             raise ProgramError(
                 f"the gradient of {changed[0]} was written between backward passes under no_sync(), where it is not "
                 "complete; to start anew use zero_grad(set_to_none=True)"
@@ -134,33 +143,30 @@ class Unsummed:
         self._held.clear()
         self._kept.clear()
         self._zeros.clear()
+        self._pending.clear()
         self._seen.clear()
         self._failed = False
         _waiting.discard(self)
 
     def _see(self, target: str, share: torch.Tensor) -> None:
         """Also called where a backward pass has no gradient of it."""
-        if share.grad is None:
-            return
-        where, version = self._remember(target)
-        if self._zeros.get(target) == (where, -1):
-            self._zeros[target] = where, version
+        self._pending.discard(target)
+        if share.grad is not None:
+            self._remember(share.grad)
 
-    def _remember(self, target: str) -> tuple[int, int]:
-        where, version = self._now(target)
+    def _remember(self, gradient: torch.Tensor) -> None:
+        where, version = _state(gradient)
         self._seen[where] = version
-        return where, version
-
-    def _now(self, target: str) -> tuple[int, int]:
-        """(memory, version) of a gradient; those of one bundle share both."""
-        gradient = self._shares[target].grad
-        assert gradient is not None
-        return (gradient.untyped_storage().data_ptr(), gradient._version) if gradient.numel() else (0, 0)
 
     def holds(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether one of these is of the program."""
         own = {id(share) for share in self._shares.values()}
         return any(id(p) in own for p in parameters)
+
+
+def _state(gradient: torch.Tensor) -> tuple[int, int]:
+    """(memory, version); those of one bundle share both."""
+    return (gradient.untyped_storage().data_ptr(), gradient._version) if gradient.numel() else (0, 0)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -216,8 +216,10 @@ class Job:
             return  # has no ``no_sync()``
         with self.program.no_sync():
             for _ in range(self.source.randint(1, 3)):
-                for loss in self._losses():
-                    loss.backward()
+                if self.source.random() < 0.3:
+                    self.two_losses()
+                else:
+                    self.train()
             if self.source.random() < 0.2:
                 self.hand_out()
         if self.source.random() < 0.2:

@@ -79,6 +79,6 @@ def _arrived(given: Any) -> Any:
     return given
 
 
-_FORM = ("grad_fn", "requires_grad", "shape", "dtype", "device")
+_FORM = ("grad_fn", "requires_grad", "shape", "dtype", "device", "_version")
 _LOOKS_AT_NO_VALUE = (torch.Tensor.backward, *(getattr(torch.Tensor, name).__get__ for name in _FORM))
 _PLAIN_TENSORS_ONLY = (torch.Tensor.__format__, torch.Tensor.__repr__, torch.Tensor.tolist)

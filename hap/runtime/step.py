@@ -4,14 +4,14 @@
 where gradients are summed over the ranks once for several batches it runs another (``hap.codegen.accumulate``).
 Values that cross are held in a dict that the backward part empties, so memory falls as it proceeds; a second backward
 through the same step is therefore refused. Parameters, buffers and inputs that cross are checked not to have been
-written in between. What the step itself writes, the buffers that it updates, is read before: what crosses, or is handed
-out, and lies in the memory of one is a copy.
+written in between, and so are values that the loss, or an output, lies in the memory of. What the step itself writes,
+the buffers that it updates, is read before: what crosses, or is handed out, and lies in the memory of one is a copy.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
+from hap.capture.convert import OUTPUT
 from hap.capture.torch_private import is_added_to_grad
 from hap.codegen.accumulate import Accumulation, find_accumulation
 from hap.codegen.fx import to_forward_module, to_graph_modules, to_loss_module, to_part_module
@@ -52,9 +53,9 @@ class Step:
         self._shared: dict[str, tuple[str, ...]] = {}  # part -> gradients that it hands out in memory not their own
         written = (*program.sources_of("parameter"), *program.sources_of("buffer"))
         self._updated = frozenset(s.name for s in written if s.target in program.updates)
-        self._lying: dict[str, tuple[str, ...]] = {}  # part -> values of it that lie where an update will be written
+        self._lying: dict[str, tuple[str, ...]] = {}  # part -> values of it that lie where others may be written
         self._sources = [s.name for s in program.forward_sources]
-        self._kept_sources = [name for name in program.saved if name in set(self._sources)]
+        self.kept_sources = [name for name in program.saved if name in set(self._sources)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         """Itself, as it owns no state."""
@@ -92,6 +93,8 @@ class Step:
         if self._loss_module is not None:
             crossing = {str(place): value for place, value in enumerate(loss) if isinstance(value, torch.Tensor)}
             self._save_from_updates("crossing", sources, crossing)
+            for name in self._in_outputs("crossing, of outputs", updates, crossing):
+                crossing[name] = crossing[name].clone()
             loss = [crossing.get(str(place), value) for place, value in enumerate(loss)]
             meta = self.program.held[self.program.loss].meta
             loss = LateTensor.of(meta.shape, meta.dtype, partial(self._arrive, loss))
@@ -105,12 +108,15 @@ class Step:
         if not self._updated:
             return
         if part not in self._lying or self._options is not None:
-            places = {sources[name].untyped_storage().data_ptr() for name in self._updated if sources[name].numel()}
-            self._lying[part] = tuple(
-                name for name, value in found.items() if value.numel() and value.untyped_storage().data_ptr() in places
-            )
+            self._lying[part] = _lying_in((sources[name] for name in self._updated), found)
         for name in self._lying[part]:
             found[name] = found[name].clone()
+
+    def _in_outputs(self, part: str, updates: Tensors, found: Tensors) -> tuple[str, ...]:
+        """What lies in the memory of an output that is handed out: the same ones in every step, as above."""
+        if part not in self._lying or self._options is not None:
+            self._lying[part] = _lying_in((v for t, v in updates.items() if t.startswith(OUTPUT)), found)
+        return self._lying[part]
 
     def _arrive(self, crossing: list[object]) -> torch.Tensor:
         assert self._loss_module is not None
@@ -187,9 +193,14 @@ class Step:
         kind = self.comm.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
-    def versions(self, sources: Tensors) -> dict[str, int]:
-        """How often each source that crosses has been written so far."""
-        return {name: sources[name]._version for name in self._kept_sources if name not in self._updated}
+    def versions(self, updates: Tensors, saved: Tensors) -> dict[str, int]:
+        """How often each value that crosses, and that others may write, has been written so far."""
+        loss = self.program.loss
+        others = {name: value for name, value in saved.items() if name != loss}  # who looks where it lies waits for it
+        held = {*self.kept_sources, *self._in_outputs("saved, of outputs", updates, others)} - self._updated
+        if loss in saved:
+            held.add(loss)
+        return {name: saved[name]._version for name in held}
 
 
 class RunStep(torch.autograd.Function):
@@ -209,7 +220,7 @@ class RunStep(torch.autograd.Function):
         loss, found, saved = step.forward(sources)
         updates.update(found)
         ctx.step, ctx.saved, ctx.names, ctx.make, ctx.trainable = step, saved, names, backward, trainable
-        ctx.versions = step.versions(sources)
+        ctx.versions = step.versions(found, saved)
         ctx.arrival = loss.arrival if isinstance(loss, LateTensor) else None
         return loss
 
@@ -221,7 +232,8 @@ class RunStep(torch.autograd.Function):
             raise ProgramError("backward through the same step a second time: its saved values are gone")
         for name, version in ctx.versions.items():
             if saved[name]._version != version:
-                raise ProgramError(f"{name} was written between the step's forward and its backward")
+                what = name if name in ctx.step.kept_sources else f"{name} (the loss, or an output)"
+                raise ProgramError(f"{what} was written between the step's forward and its backward")
         gradients = ctx.make(ctx.step, saved, tangent, partial(_kept, ctx))
         if ctx.arrival is not None:
             ctx.arrival.value()  # it is here by now; nothing is left under way when a step ends
@@ -240,6 +252,14 @@ def _kept(ctx: Any) -> Kept:
             if added:
                 found.add(name)
     return frozenset(found)
+
+
+def _lying_in(others: Iterable[torch.Tensor], found: Tensors) -> tuple[str, ...]:
+    """Of what is found, what lies in the memory of others."""
+    places = {other.untyped_storage().data_ptr() for other in others if other.numel()}
+    if not places:
+        return ()
+    return tuple(n for n, value in found.items() if value.numel() and value.untyped_storage().data_ptr() in places)
 
 
 def _not_alone(gradients: Mapping[str, torch.Tensor]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import hap
 from benchmarks.zoo_models.reference import SameDraws
 from hap.capture import capture
 from hap.dropout import keep_mask
-from hap.errors import CaptureError
+from hap.errors import CaptureError, ProgramError
 from hap.plan import Plan
 from hap.rules.choices import choices
 from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
@@ -132,6 +132,51 @@ def test_one_tensor_or_a_tuple_may_be_what_a_model_returns(form: str) -> None:
     program(x)
     expected = model(x)
     torch.testing.assert_close(program.outputs[path], expected[1][0] if form == "tuple" else expected)
+
+
+class Rewarded(nn.Module):
+    """A loss that its gradient is made of; beside it what the backward pass reads, and what a loss in parts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.weight = nn.Linear(6, 5), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        made, extra = torch.sigmoid(self.inward(x)), self.weight.square().sum()
+        loss = made.square().mean() + extra
+        return loss.exp() if kind == "exp" else loss, made, extra
+
+
+def write_before_backward(rank: int) -> list[str]:
+    """What is said of a write to the loss and to outputs, and how far off the loss or a gradient is if nothing is."""
+    x, said = batch(0)["x"], []
+    for kind, path in (("exp", ""), ("sum", "1"), ("sum", "2")):
+        torch.manual_seed(0)
+        model, options = Rewarded().double(), {"example_inputs": {"x": x, "kind": kind}, "outputs": ("1", "2")}
+        found = choices(capture(model, options["example_inputs"], outputs=("1", "2")))
+        wishes = {} if path == "1" else {"kwargs.x": (0, BATCH)}  # whole on every rank, it is no copy
+        plan = make_plan(found, greedy_strategies(found, wishes), sizes_for(found, (5, 3)))
+        program = hap.compile(model, plan=plan, **options)
+        loss, expected = program(**program.shard_batch(options["example_inputs"])), model(x, kind)[0]
+        with torch.no_grad():
+            (program.outputs[path] if path else loss).mul_(0.5)
+        expected.backward()
+        try:
+            loss.backward()
+        except ProgramError as e:
+            said.append(str(e))
+            continue
+        gradients = program.full_gradients()
+        pairs = [(loss.detach(), expected.detach()), *((gradients[n], p.grad) for n, p in model.named_parameters())]
+        said.append("" if max(apart(*pair) for pair in pairs) < TOLERANCE else "wrong")
+    return said
+
+
+def test_what_is_written_before_backward_is_told_of_or_does_no_harm() -> None:
+    for loss, made, extra in run_alike(2, write_before_backward):
+        assert "(the loss, or an output) was written between the step's forward and its backward" in loss
+        assert "(the loss, or an output) was written between the step's forward and its backward" in made
+        assert extra == "", "the loss, which is still under way, goes by what it was"
 
 
 # ---- activation checkpointing ----

@@ -26,6 +26,7 @@ import torch
 from hap.errors import ProgramError
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.lane import Beside, Running
+from hap.runtime.state import present_gradients
 
 if TYPE_CHECKING:
     from hap.runtime.program import HapProgram
@@ -176,7 +177,7 @@ class Acco:
         for name, share in self._shares.items():
             share.grad = gradients.get(name)
         if self._max_norm is not None:
-            present = self._program._present_gradients()
+            present = present_gradients(self._program._tensors, self._program._shares)
             total = global_norm(present, 2.0, self._comm)
             scale_gradients([gradient for gradient, _ in present], total, self._max_norm)
         self._optimizer.step()

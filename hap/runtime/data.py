@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, default_collate
 
 from hap.capture.inputs import StepInputs, step_inputs
 from hap.capture.seed import SEED
@@ -152,12 +153,42 @@ def in_form(call: StepInputs, batch: Any, targets: Any) -> Any:
         shaped: Any = dict(call.kwargs)
     elif isinstance(batch, (tuple, list)):
         pair = len(batch) == 2 and isinstance(batch[0], (tuple, list)) and isinstance(batch[1], Mapping)
-        shaped = (call.args, dict(call.kwargs)) if pair else type(batch)(call.args)
+        shaped = (call.args, dict(call.kwargs)) if pair else _like(batch, call.args)
     else:
         shaped = call.args[0] if call.args else None
     if targets is None:
         return shaped
-    return shaped, (type(targets)(call.targets) if isinstance(targets, (tuple, list)) else call.targets[0])
+    return shaped, (_like(targets, call.targets) if isinstance(targets, (tuple, list)) else call.targets[0])
+
+
+def _like(sequence: Any, items: Iterable[Any]) -> Any:
+    """These in a tuple or list of the other's type, a namedtuple's too."""
+    return sequence._make(items) if hasattr(sequence, "_make") else type(sequence)(items)
+
+
+class Collate:
+    """``default_collate``, and for a rank that holds none of the batch its empty share: ``program.collate``.
+
+    The empty share has the form of the example inputs; with example targets it is the pair of both. Pickled, for
+    workers of a ``DataLoader`` that are no forks, it is one for the shapes that were compiled for by then.
+    """
+
+    def __init__(self, nothing: Callable[[], StepInputs], batch: Any, targets: Any = None) -> None:
+        """``nothing``: makes an empty share; ``batch`` and ``targets``: what has its form."""
+        self._nothing, self._form = nothing, (batch, targets)
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        return default_collate(list(samples)) if samples else in_form(self._nothing(), *self._form)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        share = self._nothing()
+        share = share.rebuild([tensor.to("meta") for _, tensor in share.named])
+        shaped = in_form(share, *self._form)
+        return Collate, (partial(_on_cpu, share), *((shaped, None) if self._form[1] is None else shaped))
+
+
+def _on_cpu(share: StepInputs) -> StepInputs:
+    return share.rebuild([torch.empty_like(tensor, device="cpu") for _, tensor in share.named])
 
 
 class ShareSampler(Sampler[list[int]]):

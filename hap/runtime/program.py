@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from hap.capture.autocast import Autocast
 from hap.capture.inputs import step_inputs
@@ -33,13 +32,22 @@ from hap.runtime import checkpoint
 from hap.runtime.accumulate import Unsummed
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
-from hap.runtime.data import ShareSampler, Signature, in_form
+from hap.runtime.data import Collate, ShareSampler, Signature
 from hap.runtime.elementwise import mark_shards
 from hap.runtime.forgotten import Written, note_compiled
 from hap.runtime.parts import build_parts, hold, set_mode
 from hap.runtime.record import Recorder
 from hap.runtime.scaler import GradScaler
-from hap.runtime.state import check_keys, copy_share, initial_shares, model_tensors, whole_tensor
+from hap.runtime.state import (
+    check_frozen,
+    check_keys,
+    copy_share,
+    held_tensors,
+    initial_shares,
+    model_tensors,
+    present_gradients,
+    whole_tensor,
+)
 from hap.runtime.step import RunStep
 from hap.runtime.variants import Built, Rebuild, Variant, Variants, split_outputs, without_data
 
@@ -111,6 +119,9 @@ class HapProgram(nn.Module):
         copied._unsummed = Unsummed(copied._shares)
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ProgramError("a compiled program cannot be pickled: save_checkpoint() or state_dict() keep what it holds")
+
     def _mark_shards(self) -> None:
         layouts = {slot.name: slot.layout for slot in self._tensors.slots if slot.kind == "parameter"}
         mark_shards(self._shares, layouts)
@@ -172,7 +183,7 @@ class HapProgram(nn.Module):
         sources = {**variant.state, **given, **self._seeded(variant)}
         updates: dict[str, torch.Tensor] = {}
         if torch.is_grad_enabled():
-            self._check_frozen()
+            check_frozen(self._frozen, self._shares)
             shares = [self._shares[name] for name in self._trainable]
             backward = self._unsummed.together if self._sums else self._unsummed.apart
             loss: torch.Tensor = RunStep.apply(variant.step, sources, updates, self._trainable, backward, *shares)
@@ -184,14 +195,6 @@ class HapProgram(nn.Module):
             for target, value in kept.items():
                 self._shares[target].copy_(value)
         return loss
-
-    def _check_frozen(self) -> None:
-        for name in self._frozen:
-            if self._shares[name].requires_grad:
-                raise ProgramError(
-                    f"{name} was frozen when the program was compiled, which computes no gradient for it: unfreeze it "
-                    "in the model, plan and compile again, and load this program's checkpoint"
-                )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -259,27 +262,23 @@ class HapProgram(nn.Module):
             dataset_len, size, layout, rank, shuffle=shuffle, seed=seed, last=last, hosts=hosts, host=host
         )
 
-    def collate(self, samples: Sequence[Any]) -> Any:
-        """``default_collate``, and for a rank that holds none of the batch its empty share: for ``collate_fn=``.
+    @property
+    def collate(self) -> Collate:
+        """``default_collate``, and for a rank that holds none of the batch its empty share: for ``collate_fn=``."""
+        return Collate(lambda: self._variants.nothing(self.training), *self._example)
 
-        The empty share has the form of the example inputs; with example targets it is the pair of both.
-        """
-        if samples:
-            return default_collate(list(samples))
-        return in_form(self._variants.nothing(self.training), *self._example)
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, parameters: Iterable[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` would on one device; returns the global norm. Collective.
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip as ``torch.nn.utils.clip_grad_norm_`` would on one device; returns the global norm. Collective."""
+        ``parameters``: only these of the program's are counted and scaled, the same on every rank; all of them if it is
+        None. ProgramError for others."""
         self._unsummed.check("clip_grad_norm_()")
-        present = self._present_gradients()
+        present = present_gradients(self._tensors, self._shares, parameters)
         total = global_norm(present, norm_type, self._comm)
         scale_gradients([gradient for gradient, _ in present], total, max_norm)
         return total
-
-    def _present_gradients(self) -> list[tuple[torch.Tensor, bool]]:
-        """With whether each is a shard."""
-        found = [(s, self._shares[s.name].grad) for s in self._tensors.slots if s.trainable]
-        return [(gradient, slot.layout is not None) for slot, gradient in found if gradient is not None]
 
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient of every trainable parameter that has one, on the CPU of every rank. Collective."""
@@ -359,13 +358,7 @@ class HapProgram(nn.Module):
         return True
 
     def _held(self) -> dict[str, checkpoint.Held]:
-        found = {}
-        for slot in self._tensors.slots:
-            if slot.persistent:
-                share = self._shares[slot.name]
-                piece = checkpoint.Piece(share.detach(), slot.shape, slot.layout, self._comm.rank)
-                found[slot.name] = checkpoint.Held(piece, share if isinstance(share, nn.Parameter) else None)
-        return found
+        return held_tensors(self._tensors, self._shares, self._comm.rank)
 
     def print_readable(self) -> str:
         """This rank's FX programs, forward and backward, printed and returned."""

@@ -8,7 +8,7 @@ uninitialised until ``load_state_dict``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,7 @@ from hap.codegen.layout import Layout
 from hap.codegen.program import Program
 from hap.errors import ProgramError
 from hap.placement import Shard
+from hap.runtime.checkpoint import Held, Piece
 from hap.runtime.collectives import Communicator
 
 
@@ -140,6 +141,41 @@ def copy_share(slot: Slot, share: torch.Tensor, whole: torch.Tensor, rank: int) 
         raise ProgramError(f"{slot.name}: the state dict holds {tuple(whole.shape)}, the model has {slot.shape}")
     with torch.no_grad():
         share.copy_(slot.take(whole.detach(), rank))
+
+
+def check_frozen(names: Iterable[str], shares: Mapping[str, torch.Tensor]) -> None:
+    """ProgramError if one of these, which were frozen when their program was compiled, is no longer."""
+    for name in names:
+        if shares[name].requires_grad:
+            raise ProgramError(
+                f"{name} was frozen when the program was compiled, which computes no gradient for it: unfreeze it "
+                "in the model, plan and compile again, and load this program's checkpoint"
+            )
+
+
+def present_gradients(
+    tensors: ModelTensors, shares: Mapping[str, torch.Tensor], chosen: Iterable[torch.Tensor] | None = None
+) -> list[tuple[torch.Tensor, bool]]:
+    """This rank's gradient of every trainable parameter, or of those ``chosen``, that has one, with whether it is a
+    shard. ProgramError if one that was chosen is not a parameter of the program."""
+    known = {id(shares[slot.name]): slot for slot in tensors.slots if slot.kind == "parameter"}
+    given = [chosen] if isinstance(chosen, torch.Tensor) else chosen
+    wanted = set(known) if given is None else {id(parameter) for parameter in given}
+    if not wanted <= known.keys():
+        raise ProgramError("one of the parameters to clip is not the program's: take them from program.parameters()")
+    found = [(slot, shares[slot.name].grad) for number, slot in known.items() if slot.trainable and number in wanted]
+    return [(gradient, slot.layout is not None) for slot, gradient in found if gradient is not None]
+
+
+def held_tensors(tensors: ModelTensors, shares: Mapping[str, torch.Tensor], rank: int) -> dict[str, Held]:
+    """What a checkpoint has of the shares."""
+    found = {}
+    for slot in tensors.slots:
+        if slot.persistent:
+            share = shares[slot.name]
+            piece = Piece(share.detach(), slot.shape, slot.layout, rank)
+            found[slot.name] = Held(piece, share if isinstance(share, nn.Parameter) else None)
+    return found
 
 
 def names_of(slots: Sequence[Slot], kind: str) -> tuple[str, ...]:

@@ -34,6 +34,22 @@ def test_clipping_by_no_norm_is_refused(norm_type: float) -> None:
         program.clip_grad_norm_(1.0, norm_type)
 
 
+def test_some_parameters_are_clipped_as_torch_clips_them() -> None:
+    model, program = tower(), compiled(tower())
+    for module in (program, model):
+        module(**batch()).backward()
+    for names in (("plan.weight", "norm.bias", "frozen.weight"), ("tied.bias",), ()):
+        ours, theirs = ([dict(module.named_parameters())[name] for name in names] for module in (program, model))
+        if len(names) == 1:
+            ours, theirs = ours[0], theirs[0]
+        torch.testing.assert_close(
+            program.clip_grad_norm_(0.01, parameters=ours), nn.utils.clip_grad_norm_(theirs, 0.01), check_dtype=False
+        )
+        same(gradients(program), gradients(model))
+    with pytest.raises(ProgramError, match=r"not the program's: take them from program.parameters()"):
+        program.clip_grad_norm_(0.01, parameters=model.parameters())
+
+
 def norm_of_a_nan(rank: int) -> list[float]:
     """Of shards, of which one rank's has no number."""
     comm = Communicator(torch.distributed.group.WORLD, torch.device("cpu"))

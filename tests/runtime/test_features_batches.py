@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -183,7 +185,9 @@ def collate_first(rank: int, plan: Plan) -> list[tuple[int, float]]:
         for size in sizes:
             x, y = batch(size, size)
             mine = range(sum(dealt[size][:rank]), sum(dealt[size][: rank + 1]))
-            share, targets = program.collate([(x[i], y[i]) for i in mine])
+            sent = pickle.loads(pickle.dumps(program.collate))  # to workers that are no forks
+            assert [t.dtype for t in sent([])] == [x.dtype, y.dtype]
+            share, targets = (sent if size == 5 else program.collate)([(x[i], y[i]) for i in mine])
             seed = program.random_seed
             with torch.no_grad(), SameDraws(seed):
                 found.append((len(share), apart(program(share, targets=targets), loss_fn(model(x), y))))
@@ -194,6 +198,46 @@ def test_a_rank_without_a_share_collates_alone_in_a_mode_that_has_met_no_batch()
     found = run_ranks(3, collate_first, net_plans()["zero"])
     assert [[rows for rows, _ in rank] for rank in found] == [[5, 3, 3, 5], [0, 0, 0, 0], [3, 2, 2, 3]]
     assert max(error for rank in found for _, error in rank) < TOLERANCE
+
+
+def test_a_loader_may_spawn_its_workers_but_no_program_is_pickled() -> None:
+    (x, y), plan = batch(0), replicated_plan(graph_of(net()))
+    program = hap.compile(net(), plan=plan, example_inputs=(x,), example_targets=y, loss_fn=nn.functional.cross_entropy)
+    sampler, data = program.batch_sampler(BATCH, shuffle=False), TensorDataset(x, y)
+    options = {"batch_sampler": sampler, "collate_fn": program.collate}
+    (share,) = DataLoader(data, **options, num_workers=1, multiprocessing_context="spawn")
+    torch.testing.assert_close(share, [x, y])
+    with pytest.raises(ProgramError, match=r"cannot be pickled: save_checkpoint\(\) or state_dict\(\)"):
+        pickle.dumps(program)
+    copy.deepcopy(program)(share[0], targets=share[1]).backward()
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    again: torch.Tensor
+
+
+class OfPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + again)
+
+
+def test_a_batch_that_is_a_namedtuple_stays_one() -> None:
+    (x, y), model = batch(0), OfPair()
+
+    def loss_fn(out: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out, one) + nn.functional.cross_entropy(out, other)
+
+    example, targets = Pair(x, 2 * x), Pair(y, y.flip(0))
+    plan = replicated_plan(capture(model, example, loss_fn=loss_fn, example_targets=targets))
+    program = hap.compile(model, plan=plan, example_inputs=example, example_targets=targets, loss_fn=loss_fn)
+    share, dealt = program.shard_batch(example, targets)
+    assert isinstance(share, Pair) and isinstance(dealt, Pair)
+    torch.testing.assert_close(program(*share, targets=dealt), loss_fn(model(*example), *targets))
 
 
 # ---- evaluation ----

@@ -87,8 +87,8 @@ FIRST = {"z": numbers(0, BATCH, NOISE), "turn": "judge", "real": numbers(1, BATC
 
 
 def play(rank: int, made: Plan, whole: bool) -> float:
-    """The worst error of the state after every move. ``whole``: batches are handed over with the flag in them; else
-    only tensors are, and a share that was dealt once is used for both."""
+    """The worst error of norms and of the state after every move. ``whole``: batches are handed over with the flag in
+    them; else only tensors are, and a share that was dealt once is used for both."""
     model, worst = built(Adversaries), 0.0
     program = hap.compile(built(Adversaries), plan=made, example_inputs=FIRST)
     players = [
@@ -107,8 +107,14 @@ def play(rank: int, made: Plan, whole: bool) -> float:
             for loss, optimizers in ((ours, players[0]), (theirs, players[1])):
                 optimizers[who].zero_grad()
                 loss.backward()
+            norms = (  # the other player's gradients are old
+                program.clip_grad_norm_(0.1, parameters=program.get_submodule(who).parameters()),
+                nn.utils.clip_grad_norm_(model.get_submodule(who).parameters(), 0.1),
+            )
+            for optimizers in players:
                 optimizers[who].step()
-            worst = max(worst, abs(float(ours) - float(theirs)), apart(program.state_dict(), model.state_dict()))
+            worst = max(worst, abs(float(ours) - float(theirs)), abs(float(norms[0]) - float(norms[1])))
+            worst = max(worst, apart(program.state_dict(), model.state_dict()))
     return worst
 
 

@@ -235,6 +235,8 @@ def _states(held: Mapping[str, Held], optimizers: Sequence[torch.optim.Optimizer
     names = _names(held)
     for optimizer in optimizers:
         for parameter, kept in optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor):
+                raise ProgramError(f"the optimizer's state has {parameter!r}, which is no parameter: save it as extra")
             name = _name_of(names, parameter)
             if math.prod(held[name].piece.shape):
                 yield from ((name, key, value) for key, value in kept.items())

@@ -353,6 +353,16 @@ def test_a_parameter_of_another_module_is_refused(tmp_path):
         other().save_checkpoint(tmp_path, torch.optim.SGD(stranger.parameters()))
 
 
+def test_what_an_optimizer_keeps_of_no_parameter_is_refused(tmp_path):
+    program = other()
+    optimizer = torch.optim.SGD(program.parameters())
+    optimizer.state["steps"] = 3
+    with pytest.raises(
+        ProgramError, match="the optimizer's state has 'steps', which is no parameter: save it as extra"
+    ):
+        program.save_checkpoint(tmp_path, optimizer)
+
+
 class Watching(torch.optim.SGD):
     """Steps element by element, and keeps a mean of every column."""
 

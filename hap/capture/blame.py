@@ -9,6 +9,7 @@ import traceback
 import torch
 
 from hap.capture.selected import SelectionError
+from hap.capture.spread import is_of_collective
 from hap.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -26,6 +27,11 @@ _HIGHER_ORDER = "UncapturedHigherOrderOpError"
 def blame(error: Exception, subject: str, module: str) -> CaptureError:
     """The CaptureError to raise ``from error``: what went wrong, the user's source line, the module that ran it."""
     where = _place(error, module)
+    if is_of_collective(error):
+        return CaptureError(
+            f"cannot capture {subject}: a collective in the model, {where}: HAP's batch is the global one, and the "
+            "model sees all of its samples, as on one device: leave it out"
+        )
     if type(error).__name__ in _DATA_DEPENDENT:
         what, remedy = _dependence(error)
         return CaptureError(f"cannot capture {subject}: {what} {where}: {remedy}")

@@ -25,6 +25,7 @@ from hap.capture.inputs import StepInputs
 from hap.capture.outside import Hook, Outside
 from hap.capture.recurrent import LayerByLayer
 from hap.capture.respell import Respelled
+from hap.capture.spread import forward_of
 from hap.capture.torch_private import pytree
 from hap.errors import CaptureError
 
@@ -97,7 +98,7 @@ class Step(nn.Module):
 
     def _follow(self, name: str, module: nn.Module) -> None:
         """Mark what ``module.forward`` calls with its name, and remember the name if it raises."""
-        forward = module.forward
+        forward = forward_of(module)
 
         def followed(*args: Any, **kwargs: Any) -> Any:
             try:

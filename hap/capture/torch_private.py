@@ -1,7 +1,7 @@
 """The only door to torch's private modules. What it needs of them, and what breaks when they move:
 
 - ``FakeTensorMode``: tensors without storage. Always fake *CPU* tensors: on ``meta`` AOTAutograd silently drops
-  gradients, on fake ``cuda`` a CPU-only build dies.
+  gradients, on fake ``cuda`` a CPU-only build dies. Its ``dispatch`` sees all calls.
 - ``aot_export_joint_with_descriptors``: the joint graph, with descriptors that say which placeholder is which parameter
   and which output is whose gradient.
 - ``backward_pass_autocast`` (since torch 2.9): whether the backward pass is traced under the forward pass's autocast.
@@ -15,6 +15,7 @@
 - ``Distribution._validate_args``: whether distributions check their arguments.
 - ``_clip_grads_with_norm_``: what clipping by a norm ends with, whoever imported it before.
 - ``GradScaler._unscale_grads_``: what every scaler's step begins with.
+- ``Optimizer.state_dict``, ``load_state_dict``: nothing private, but no hook of torch's is of all optimizers.
 - ``autocast_mode._cast``: what ``torch.amp.custom_fwd(cast_inputs=...)`` casts, by device.
 - ``DataDependentOutputException``, ``DynamicOutputShapeException``: what a fake tensor raises where values are wanted.
 - ``FunctionalTensor.tolist``: which no mode sees, unlike that of other tensors.
@@ -68,7 +69,7 @@ from hap.errors import CaptureError
 __all__ = [
     "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "casts_for_cuda_on_cpu",
     "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "pytree", "trace_joint", "untraced",
-    "watch_clipping", "watch_scaling",
+    "watch_clipping", "watch_optimizer_states", "watch_scaling",
 ]  # fmt: skip
 
 _OWN_LIST = FunctionalTensor.tolist
@@ -104,6 +105,7 @@ class Fakes:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode.dispatch = _without_collectives(self.mode.dispatch)  # type: ignore[method-assign]
 
     def tensor(self, like: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -111,6 +113,17 @@ class Fakes:
 
     def parameter(self, like: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(self.tensor(like), requires_grad=like.requires_grad)
+
+
+def _without_collectives(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+    """They would be called here and now, on nothing, and not be traced."""
+
+    def dispatched(func: OpOverload, *rest: Any) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} in a model")
+        return dispatch(func, *rest)
+
+    return dispatched
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -201,6 +214,29 @@ def watch_scaling(check: Callable[[torch.amp.GradScaler, torch.optim.Optimizer],
         return unscale(self, optimizer, *args, **kwargs)
 
     torch.amp.GradScaler._unscale_grads_ = watched  # type: ignore[method-assign]
+
+
+def watch_optimizer_states(
+    saved: Callable[[torch.optim.Optimizer, dict[str, Any]], None],
+    loaded: Callable[[torch.optim.Optimizer, Mapping[str, Any]], None],
+) -> None:
+    """From now on ``saved`` is called with what an optimizer's ``state_dict`` returns, and ``loaded`` with what
+    ``load_state_dict`` is given."""
+    save, load = torch.optim.Optimizer.state_dict, torch.optim.Optimizer.load_state_dict
+
+    @functools.wraps(save)
+    def watched_save(self: torch.optim.Optimizer) -> dict[str, Any]:
+        found = save(self)
+        saved(self, found)
+        return found
+
+    @functools.wraps(load)
+    def watched_load(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        loaded(self, state_dict)
+        load(self, state_dict)
+
+    torch.optim.Optimizer.state_dict = watched_save  # type: ignore[method-assign]
+    torch.optim.Optimizer.load_state_dict = watched_load  # type: ignore[method-assign]
 
 
 def trace_joint(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn as dist_nn
 from torch import nn
+from torch.distributed import _functional_collectives as functional_collectives
 
 from hap.capture import capture
 from hap.capture.blame import blame
@@ -332,3 +335,46 @@ def test_a_large_tensor_outside_of_the_buffers() -> None:
 
 def test_a_loss_with_parameters_of_its_own() -> None:
     assert "the loss_fn has trainable parameters" in refusal(nn.Linear(3, 3), loss_fn=nn.Linear(3, 1))
+
+
+class Gathering(nn.Module):
+    def __init__(self, call: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.call = nn.Linear(3, 3), call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        self.call(out.detach())
+        return out.square().mean()
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "all_gather": lambda x: dist.all_gather([torch.zeros_like(x)], x),
+    "differentiable": dist_nn.all_reduce,
+    "functional": lambda x: functional_collectives.all_reduce(x, "sum", dist.group.WORLD),
+    "barrier": lambda x: dist.barrier(),
+    "of objects": lambda x: dist.all_gather_object([None], x.shape),
+}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_in_the_model(name: str, group: None) -> None:
+    """None was meant for the global batch; they draw names from Python's random numbers, which is not what is wrong."""
+    said = refusal(Gathering(COLLECTIVES[name]))
+    assert "a collective in the model, at " in said and "test_refusals.py" in said
+    assert "HAP's batch is the global one" in said and said.endswith("leave it out")
+
+
+def test_a_batch_norm_over_all_ranks_is_one_over_the_batch(group: None) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    expected = capture(model, torch.zeros(4, 3), loss_fn=total)
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert capture(synced, torch.zeros(4, 3), loss_fn=total).fingerprint == expected.fingerprint

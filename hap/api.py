@@ -224,7 +224,7 @@ def compile(
         outcome, sites = together(comm, lambda: host_program(graph, decided, comm.rank, passes_off))
         again = Recompiler(model, loss_fn, graph, decided, outputs)
         given = (model, example_inputs, example_targets)
-        return _recorded(mesh_program(graph, decided, outcome, sites, comm, *given, again, passes_off))
+        return _recorded(mesh_program(graph, decided, outcome, sites, comm, *given, again, passes_off), graph)
     if left_out(decided) and comm.world_size != decided.world_size:
         raise PlanError(refusal(decided, comm.world_size))
     spec = None if spec is None else planned_part(decided, spec)
@@ -242,7 +242,7 @@ def compile(
         return Built(found, comm)
 
     made = HapProgram(program, decided, comm, model, example_inputs, example_targets, rebuild, outcome.changes)
-    return _recorded(made)
+    return _recorded(made, graph)
 
 
 def python_source(
@@ -383,8 +383,10 @@ def _check_given(plan: Plan | MeshPlan, optimizer: str | None, batches: int | No
         )
 
 
-def _recorded(program: HapProgram) -> HapProgram:
-    """The program, recorded until the process ends where ``hap run --record`` asked for it: of a job the first one."""
+def _recorded(program: HapProgram, graph: Graph) -> HapProgram:
+    """The program, which minds where its graph's constants come from, recorded until the process ends where
+    ``hap run --record`` asked for it: of a job the first one."""
+    program.forgotten.follow(graph.origins)
     if folder := os.environ.pop(RECORD_VARIABLE, ""):
         program.record(folder).close_at_exit()
     return program

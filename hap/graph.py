@@ -101,7 +101,8 @@ class Graph:
     first name; ``tied`` maps every other name to it). ``updates`` maps mutated buffers to their new values.
     ``constants`` holds the small tensors that ``constant`` nodes refer to by name. ``output_paths`` is reserved for
     outputs beside the loss. ``reduce_dtype``: what gradients are rounded to before they are final
-    (``hap.capture.narrow``); None: nothing was done to them.
+    (``hap.capture.narrow``); None: nothing was done to them. ``origins``: of constants (``hap.capture.origins``), for
+    whoever runs the step.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Graph:
     tied: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     reduce_dtype: torch.dtype | None = None
+    origins: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:

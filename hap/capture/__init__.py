@@ -150,6 +150,7 @@ def _trace(
             assigned=step.assigned,
             frozen=[n for n, p in state.parameters.items() if not p.requires_grad],
             outside=outside,
+            loss_fn=loss_fn,
         )
 
     return steady(traced, (copied, loss), name)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hap.capture.names import Names
+from hap.capture.origins import origins_of
 from hap.capture.outside import Outside
 from hap.capture.step import MODULE_KEY
 from hap.capture.torch_private import JointTrace, OpOverload, Role, is_fake
@@ -39,12 +40,13 @@ def to_graph(
     assigned: Sequence[str] = (),
     frozen: Collection[str] = (),
     outside: Outside,
+    loss_fn: object = None,
 ) -> Graph:
     """The trace as a ``Graph``; the sequences give the user's name for each placeholder's or output's index.
 
     An output beside the loss is the update of a buffer of its own, ``OUTPUT`` and its name, which nothing reads; behind
     the ``outputs`` come the values of buffers that were ``assigned``, whatever was written to those before. A
-    parameter of those that are ``frozen`` is a buffer if the forward pass changes it.
+    parameter of those that are ``frozen`` is a buffer if the forward pass changes it. ``loss_fn``: the user's own.
     """
     trace, buffers = _written(trace, parameters, buffers, frozen)
     targets: dict[str, Sequence[str]] = {"parameter": parameters, "buffer": buffers, "input": inputs, "tangent": ("",)}
@@ -82,9 +84,11 @@ def to_graph(
             updates[buffers[role.index]] = value
     updates |= replaced
     changing = {*parameters, *updates} - (set(frozen) - updates.keys())
-    for constant in converter.built_in:
+    for constant, _ in converter.built_in:
         outside.check_constant(constant, changing)
-    return Graph(name, tuple(converter.nodes), loss, gradients, updates, dict(tied), converter.constants)
+    origins = origins_of(converter.built_in, (outside.model(), loss_fn))
+    nodes, constants = tuple(converter.nodes), converter.constants
+    return Graph(name, nodes, loss, gradients, updates, dict(tied), constants, origins=origins)
 
 
 def _written(
@@ -138,7 +142,7 @@ class _Converter:
         self.nodes: list[Node] = []
         self.values: dict[Any, Value] = {}
         self.constants: dict[str, torch.Tensor] = {}
-        self.built_in: list[torch.Tensor] = []  # the user's own
+        self.built_in: list[tuple[torch.Tensor, torch.Tensor]] = []  # the user's own, each with a copy
         self._by_content: dict[str, Value] = {}
         self._backward: set[str] = set()
         self._modules: dict[str, str] = {}
@@ -156,14 +160,15 @@ class _Converter:
         if not isinstance(tensor, torch.Tensor):
             return  # a branch of a higher-order operator, or a generator: refused where it is called
         _check_constant(tensor)
-        self.built_in.append(tensor)
-        self._keep(fx_node, tensor.detach().cpu().contiguous())
+        content = tensor.detach().cpu().contiguous().clone()
+        self.built_in.append((tensor, content))
+        self._keep(fx_node, content)
 
     def _keep(self, fx_node: Any, content: torch.Tensor) -> None:
         key = hashlib.sha256(repr((content.dtype, content.shape, content.tolist())).encode()).hexdigest()
         if key not in self._by_content:
             target = f"constant_{len(self.constants)}"
-            self.constants[target] = content.clone()
+            self.constants[target] = content
             name = self.names.source("constant", target)
             self._append(fx_node, Node(name, "constant", outputs=(_meta(content),), target=target))
             self._by_content[key] = self.values[fx_node]

@@ -23,10 +23,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hap.capture.torch_private import watch_clipping, watch_scaling
+from hap.capture.torch_private import watch_clipping, watch_optimizer_states, watch_scaling
 from hap.codegen.layout import Layout
 from hap.errors import ProgramError
 from hap.runtime.scaler import GradScaler
+from hap.runtime.shards import Share, check_loaded, mark, share_of, stamp
 
 _OPTIM = torch.optim
 ELEMENTWISE = frozenset(
@@ -38,14 +39,6 @@ PLANNED = {_OPTIM.Muon: "muon", _OPTIM.Adafactor: "adafactor"}  # names that ``h
 LENGTHS = ("lr", "initial_lr")
 WANDERING = 0.3
 NEAR = 1e-6  # of an update; what is made from other elements differs by much more
-_SHARD = "_hap_shard"  # the attribute that names a shard's parameter
-
-
-class _Shard(NamedTuple):
-    """The parameter that a rank has a part of; ``has_owner``: one rank has all of it."""
-
-    name: str
-    has_owner: bool
 
 
 class _Trial(NamedTuple):
@@ -65,21 +58,21 @@ _asked: weakref.WeakKeyDictionary[torch.optim.Optimizer, object] = weakref.WeakK
 _hooked: list[Any] = []
 
 
-def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout | None]) -> None:
+def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout | None], rank: int) -> None:
     """What a rank holds of each of these parameters. From now on optimizers are looked at."""
     for name, layout in layouts.items():
         if layout is not None and len(layout.sizes) > 1:
-            has_owner = max(layout.sizes) == sum(layout.sizes)
-            setattr(shares[name], _SHARD, _Shard(name, has_owner))
+            mark(shares[name], Share(name, rank, layout))
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_before_step))
         watch_clipping(_before_clipping)
         watch_scaling(_before_scaling)
+        watch_optimizer_states(stamp, check_loaded)
 
 
 def _before_scaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if not isinstance(scaler, GradScaler) and any(hasattr(p, _SHARD) for p in parameters):
+    if not isinstance(scaler, GradScaler) and any(map(share_of, parameters)):
         raise ProgramError(
             "torch.amp.GradScaler looks at this rank's gradients alone, and ranks would not skip the same steps: use "
             "program.grad_scaler()"
@@ -87,7 +80,7 @@ def _before_scaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 
 
 def _before_clipping(parameters: Sequence[torch.Tensor]) -> None:
-    shard = next((shard for p in parameters if (shard := getattr(p, _SHARD, None))), None)
+    shard = next((shard for p in parameters if (shard := share_of(p))), None)
     if shard is not None:
         raise ProgramError(
             f"torch.nn.utils.clip_grad_norm_ sees this rank's part of {shard.name} alone, and every rank would clip "
@@ -100,7 +93,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _asked.get(optimizer) == groups:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    held = [shard for p in parameters if (shard := getattr(p, _SHARD, None))]
+    held = [shard for p in parameters if (shard := share_of(p))]
     shards = [s.name for s in held if not (s.has_owner and type(optimizer) in ONE_BY_ONE)]
     if shards:
         _check(optimizer, shards)
@@ -109,6 +102,11 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def _check(optimizer: torch.optim.Optimizer, shards: list[str]) -> None:
     kind, name = type(optimizer), type(optimizer).__name__
+    if any(of.__name__ == "ZeroRedundancyOptimizer" for of in kind.__mro__):
+        raise ProgramError(
+            f"{name} deals out parameters by itself, and {shards[0]} is in shards already: leave it out, and give "
+            "program.parameters() to the optimizer inside of it"
+        )
     verdict = is_elementwise(optimizer)
     if verdict is None:
         warnings.warn(

@@ -1,49 +1,112 @@
 """What is done to the model that was compiled, and not to its program, would be lost without a word.
 
 A program has parameters of its own, this rank's shares. So before an optimizer's step it is asked whether all that it
-has are parameters of models that were compiled, and none of them has a gradient; and before a program's first step
-whether its model's parameters were written to since then, as by ``model.load_state_dict``.
+has are parameters of models that were compiled, and none of them has a gradient; and before a program's step whether
+its model's parameters were written to since then, as by ``model.load_state_dict``, or what it knows as a constant, or
+the copies that its ``state_dict`` returns.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hap.capture.origins import Origin
 from hap.errors import ProgramError
 
 _compiled: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
 _hooked: list[Any] = []
 
 
-class Written:
-    """Whether somebody has written to a model's parameters and buffers since this was made. Holds none of them."""
+class Forgotten:
+    """Whether somebody has written where a program does not look: to its model's parameters and buffers, to tensors
+    that the step has as constants, into copies that it handed out. Holds none of the model's."""
 
     def __init__(self, model: nn.Module) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
-        self._seen = [
-            (name, weakref.ref(tensor), tensor._version) for name, tensor in named if not tensor.is_inference()
-        ]
+        self._model = [(n, weakref.ref(t), isinstance(t, nn.Parameter)) for n, t in named if not t.is_inference()]
+        self._versions: list[int] | None = self._now()
+        self._has_run = False
+        self._origins: Sequence[Origin] = ()
+        self._copy: tuple[str, torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
 
-    def forget(self) -> None:
-        """The program has been given values since."""
-        self._seen = []
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forgotten:
+        """Of a copied program, which is not what the model's values were meant for."""
+        found = object.__new__(type(self))
+        found.__dict__.update(self.__dict__, _model=[], _versions=None, _copy=None)
+        return found
 
-    def warn(self) -> None:
-        """Once, if so."""
-        seen = self._seen
-        self.forget()
-        changed = [name for name, known, version in seen if (t := known()) is not None and t._version != version]
+    def follow(self, origins: Sequence[Origin]) -> None:
+        """These must stay as they are."""
+        self._origins = origins
+
+    def loaded(self) -> None:
+        """The program has been given values."""
+        self._versions, self._copy = self._now(), None
+
+    def handed_out(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """By ``state_dict()``: copies, of which one is looked at, the smallest. The model may be given them."""
+        self._warn_of_copy(stacklevel=4)
+        if self._has_run:
+            self._versions = None
+        name = min((n for n, t in copies.items() if t.numel()), key=lambda n: copies[n].numel(), default=None)
+        if name is not None:
+            copy = copies[name]
+            self._copy = name, copy.detach(), weakref.ref(copy), copy._version
+
+    def look(self) -> None:
+        """Before a step. ProgramError for a constant that has changed; the others are warned of."""
+        for origin in self._origins:
+            if origin.has_changed():
+                what = f"{origin.name}" if origin.name else f"a tensor of shape {tuple(origin.content.shape)}"
+                raise ProgramError(
+                    f"{what}, which is no parameter or buffer of the model, has changed since the program was compiled "
+                    "with its values: make it a buffer, or what it belongs to (a teacher, a target network) a part of "
+                    "the model, or give it as an input"
+                )
+        self._warn_of_copy(stacklevel=7)
+        self._warn_of_model()
+        self._has_run = True
+
+    def _now(self) -> list[int]:
+        return [-1 if (tensor := known()) is None else tensor._version for _, known, _ in self._model]
+
+    def _warn_of_model(self) -> None:
+        """Once. Later on of all parameters that were loaded at a time, as who trains the model, too, may do so."""
+        before, self._versions = self._versions, self._now()
+        if before is None or before == self._versions:
+            return
+        now = zip(self._model, before, self._versions, strict=True)
+        changed = [(name, known()) for (name, known, is_parameter), a, b in now if a != b and -1 not in (a, b)]
+        if self._has_run:
+            parameters = [known() for _, known, is_parameter in self._model if is_parameter]
+            written = {id(tensor) for _, tensor in changed}
+            if any(p is None or p.grad is not None or id(p) not in written for p in parameters):
+                return
         if changed:
             warnings.warn(
-                f"{changed[0]} of the model was written to after it was compiled and before its program's first step, "
-                "which goes by the program's own: give it to program.load_state_dict()",
-                stacklevel=5,  # of torch's own are two
+                f"{changed[0][0]} of the model was written to after it was compiled, and its program goes by its own: "
+                "give it to program.load_state_dict()",
+                stacklevel=7,  # of torch's own are two
+            )
+            self._model, self._versions = [], []
+
+    def _warn_of_copy(self, stacklevel: int) -> None:
+        """Once, of one that was written to and that nobody has any more."""
+        if self._copy is None or self._copy[2]() is not None:
+            return
+        (name, copy, _, version), self._copy = self._copy, None
+        if copy._version != version:
+            warnings.warn(
+                f"{name} of what program.state_dict() returned was written to, which is a copy: write to "
+                "program.parameters(), average by torch.optim.swa_utils.AveragedModel, or load_state_dict() it",
+                stacklevel=stacklevel,
             )
 
 

@@ -2,11 +2,13 @@
 
 They are of the model's classes for whoever asks by ``isinstance``, such as to leave the weights of norms out of weight
 decay, and hold this rank's shares. They compute nothing: the whole step does. So what would have changed it on one
-device (a mode, a hook, another layer in the place of one), or would have been a whole tensor there, is refused.
+device (a mode, a hook, another layer in the place of one), or would have been a whole tensor there, is refused. The
+program is their root, and refuses so, too.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -14,6 +16,63 @@ import torch
 from torch import nn
 
 from hap.errors import ProgramError
+from hap.runtime.forgotten import Forgotten
+
+Place = tuple[dict[str, Any], str, torch.Tensor]  # a module's own table, a name there, and what it has under it
+
+
+class Root(nn.Module):
+    """What a program refuses because its parts are no layers. ``close`` ends the making of it."""
+
+    def close(self, model: nn.Module, places: Iterable[Place]) -> None:
+        """From now on nothing is set that ``model`` has, and the program knows where it hung its tensors."""
+        own = {name for of in type(self).__mro__ for name in vars(of)} | self.__dict__.keys()
+        kinds = (of for of in type(model).__mro__ if of not in nn.Module.__mro__)
+        plain = {name for of in kinds for name, value in vars(of).items() if not callable(value)}
+        names = (vars(model).keys() | plain) - own
+        self.__dict__.update(_places=tuple(places), _model=weakref.ref(model), _models_names=names)
+        self.__dict__["_forgotten"] = Forgotten(model)
+
+    @property
+    def forgotten(self) -> Forgotten:
+        """What is done to the model, and not to the program."""
+        found: Forgotten = self.__dict__["_forgotten"]
+        return found
+
+    def check_call(self) -> None:
+        """ProgramError if a call was given other parameters or buffers than the program's, or constants changed."""
+        self.forgotten.look()
+        for table, name, tensor in self.__dict__["_places"]:
+            if table[name] is not tensor:
+                raise ProgramError(
+                    f"{name} was replaced for this call, as by torch.func.functional_call, and a program computes with "
+                    "its own parameters: give it values by load_state_dict(), or write into them"
+                )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What ``DistributedDataParallel`` asks a module for before all else."""
+        raise ProgramError("a compiled program is distributed already: leave DistributedDataParallel out")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_places" in self.__dict__:
+            tables = (self.__dict__.get(t, {}) for t in ("_parameters", "_buffers", "_modules"))
+            if isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables):
+                raise ProgramError(
+                    f"{name} cannot be put into a compiled program: change the model, and compile it again"
+                )
+            if name == "__class__":
+                raise ProgramError("a compiled program is distributed already: leave fully_shard out")
+            model = self.__dict__["_model"]()
+            if name in self.__dict__["_models_names"] and not (model and getattr(model, name, self) is value):
+                raise ProgramError(
+                    f"{name} is the model's, and the step was compiled with it as it was: make it an input of the "
+                    "model, a tensor if it changes from step to step, or change the model and compile it again"
+                )
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise ProgramError("a compiled program cannot be moved or cast; compile it with device= and the model's dtype")
 
 
 class Part(nn.Module):
@@ -126,15 +185,14 @@ def build_parts(root: nn.Module, model: nn.Module) -> None:
             part_at(root, parent)._modules[name] = parts[id(module)]
 
 
-def hold(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def hold(root: nn.Module, name: str, tensor: torch.Tensor) -> Place:
     """Hang ``tensor`` under ``root`` at its dotted name. Written into the modules' own tables, since the user's names
     may be those of our attributes."""
     path, _, last = name.rpartition(".")
     part = part_at(root, path)
-    if isinstance(tensor, nn.Parameter):
-        part._parameters[last] = tensor
-    else:
-        part._buffers[last] = tensor
+    table: dict[str, Any] = part._parameters if isinstance(tensor, nn.Parameter) else part._buffers
+    table[last] = tensor
+    return table, last, tensor
 
 
 def part_at(root: nn.Module, path: str) -> nn.Module:

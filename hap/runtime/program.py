@@ -16,7 +16,7 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,12 +30,13 @@ from hap.errors import ProgramError
 from hap.plan import Plan
 from hap.runtime import checkpoint
 from hap.runtime.accumulate import Unsummed
+from hap.runtime.alike import Alike
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.collectives import Communicator, Pace
 from hap.runtime.data import Collate, ShareSampler, Signature
 from hap.runtime.elementwise import mark_shards
-from hap.runtime.forgotten import Written, note_compiled
-from hap.runtime.parts import build_parts, hold, set_mode
+from hap.runtime.forgotten import note_compiled
+from hap.runtime.parts import Root, build_parts, hold, set_mode
 from hap.runtime.record import Recorder
 from hap.runtime.scaler import GradScaler
 from hap.runtime.state import (
@@ -54,7 +55,7 @@ from hap.runtime.variants import Built, Rebuild, Variant, Variants, split_output
 _SEEDS = 2**62  # seeds are int64 tensors
 
 
-class HapProgram(nn.Module):
+class HapProgram(Root):
     """See the module docstring. Built by ``hap.compile``; making one is collective."""
 
     def __init__(
@@ -86,37 +87,39 @@ class HapProgram(nn.Module):
         shares, self._uninitialised = initial_shares(model, self._tensors, comm)
         self._shares: dict[str, torch.Tensor] = {}
         build_parts(self, model)
+        places = []
         for slot in self._tensors.slots:
             share = shares[slot.name]
             is_parameter = slot.kind == "parameter"
             self._shares[slot.name] = nn.Parameter(share, requires_grad=slot.trainable) if is_parameter else share
-            hold(self, slot.name, self._shares[slot.name])
+            places.append(hold(self, slot.name, self._shares[slot.name]))
         for further, known in self._tensors.tied.items():
-            hold(self, further, self._shares[known])
+            places.append(hold(self, further, self._shares[known]))
         self._trainable = tuple(s.name for s in self._tensors.slots if s.trainable)
         self._frozen = tuple(s.name for s in self._tensors.slots if s.kind == "parameter" and not s.trainable)
         self._unsummed, self._sums = Unsummed(self._shares), True
         self._mark_shards()
         note_compiled(model)
-        self._written = Written(model)
         self._outputs: Mapping[str, torch.Tensor] = {}
         self._autocast = Autocast.here().dtype
         self.random_seed = comm.from_rank_zero(torch.initial_seed() % _SEEDS)
         example = without_data(step_inputs(example_inputs, example_targets))
         first = Variant.of(Built(program, comm, dealt, host), example, self._shares)
         self._variants = Variants(first, example, model.training, self._shares, self._everyone, rebuild)
+        self._alike = Alike(self._tensors.slots)
         self.train(model.training)
+        self.close(model, places)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HapProgram:
         """A program with parameters and buffers of its own, such as ``torch.optim.swa_utils.AveragedModel`` makes; what
         was compiled is the same. Local."""
-        same = (self._plan, self._program, self._passes, self._tensors, self._unsummed, self._written)
+        same = (self._plan, self._program, self._passes, self._tensors, self._unsummed)
         memo |= {id(one): one for one in same}
         copied: HapProgram = object.__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         copied._mark_shards()
-        copied._unsummed = Unsummed(copied._shares)
+        copied._unsummed, copied._alike = Unsummed(copied._shares), self._alike.without_state()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -124,7 +127,7 @@ class HapProgram(nn.Module):
 
     def _mark_shards(self) -> None:
         layouts = {slot.name: slot.layout for slot in self._tensors.slots if slot.kind == "parameter"}
-        mark_shards(self._shares, layouts)
+        mark_shards(self._shares, layouts, self._comm.rank)
 
     @property
     def plan(self) -> Plan:
@@ -176,10 +179,11 @@ class HapProgram(nn.Module):
                 f"torch.autocast to {active} is active, and the program was compiled "
                 f"{'without it' if self._autocast is None else f'for {self._autocast}'}: call hap.compile inside of it"
             )
-        self._written.warn()
+        self.check_call()
         call = self._variants.first.signature.call(args, targets, kwargs)
         variant = self._variants.choose(call, self.training)
         given = variant.signature.read(call, self._comm.rank, self._comm.device)
+        self._alike.check(variant, given, self._shares, self._everyone)
         sources = {**variant.state, **given, **self._seeded(variant)}
         updates: dict[str, torch.Tensor] = {}
         if torch.is_grad_enabled():
@@ -298,6 +302,7 @@ class HapProgram(nn.Module):
             if slot.name not in whole:
                 whole[slot.name] = whole_tensor(slot, self._shares[slot.name], self._comm)
             found[name] = whole[slot.name]
+        self.forgotten.handed_out(found)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -310,7 +315,7 @@ class HapProgram(nn.Module):
         missing, unexpected = check_keys(self._tensors, state_dict)
         if strict and (missing or unexpected):
             raise ProgramError(f"state dict does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
-        self._written.forget()
+        self.forgotten.loaded()
         given = {self._tensors.first_name(name): whole for name, whole in state_dict.items()}
         for slot in self._tensors.slots:
             if slot.name in given:
@@ -344,7 +349,7 @@ class HapProgram(nn.Module):
         rest = checkpoint.load(directory, self._held(), optimizers, self._everyone)
         self.random_seed, held = rest["random_seed"], self._held()
         self._uninitialised = tuple(name for name in self._uninitialised if name not in held)
-        self._written.forget()
+        self.forgotten.loaded()
         return rest["extra"]
 
     @property
@@ -381,13 +386,3 @@ class HapProgram(nn.Module):
         other batches will need; each part when it first runs. Collectives run as they are, between what is compiled.
         Values that cross to the backward part are held until it is done, which no plan reserves memory for. Local."""
         self._variants.compile({"dynamic": False, **options})
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        tables = (self.__dict__.get(t, {}) for t in ("_parameters", "_buffers", "_modules"))
-        is_state = isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables)
-        if is_state and "_variants" in self.__dict__:
-            raise ProgramError(f"{name} cannot be put into a compiled program: change the model, and compile it again")
-        super().__setattr__(name, value)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise ProgramError("a compiled program cannot be moved or cast; compile it with device= and the model's dtype")

@@ -305,7 +305,7 @@ def test_momentum_goes_on_from_the_owner_to_all_and_back(owned_first: bool, tmp_
 
 def test_torchs_own_clipping_by_a_norm_is_refused_for_shards_however_it_was_imported() -> None:
     cut, whole = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-    mark_shards({"cut": cut, "whole": whole}, {"cut": Layout(0, 1, 1, (3, 2)), "whole": None})
+    mark_shards({"cut": cut, "whole": whole}, {"cut": Layout(0, 1, 1, (3, 2)), "whole": None}, 0)
     for parameter in (cut, whole):
         parameter.grad = torch.full_like(parameter, 10.0)
     for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_):
@@ -324,7 +324,7 @@ def test_torchs_own_clipping_by_a_norm_is_refused_for_shards_however_it_was_impo
 def test_torchs_own_scaler_is_refused_for_shards() -> None:
     """Of parameters that are whole all ranks see the same."""
     cut, whole = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-    mark_shards({"cut": cut, "whole": whole}, {"cut": Layout(0, 1, 1, (3, 2)), "whole": None})
+    mark_shards({"cut": cut, "whole": whole}, {"cut": Layout(0, 1, 1, (3, 2)), "whole": None}, 0)
     for parameters in ([cut, whole], [whole]):
         scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(parameters, lr=0.1)
         scaler.scale(sum((p.sum() for p in parameters), torch.zeros(()))).backward()

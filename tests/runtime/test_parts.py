@@ -167,3 +167,25 @@ def test_a_copy_has_parts_of_its_own() -> None:
     torch.optim.SGD(copied.parameters(), lr=1.0).zero_grad()
     copied(batch()).backward()
     assert program.head.weight.grad is None and copied.head.weight.grad is not None
+
+
+class Cooled(nn.Module):
+    kind = "cooled"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature, self.config, self.random_seed = nn.Linear(6, 2), 1.0, {"width": 6}, 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) / self.temperature).square().mean()
+
+
+def test_what_the_model_has_is_not_set_on_its_program() -> None:
+    """But as it is there, for tools that look for it, and what the program has itself."""
+    model = Cooled()
+    program = compiled(model)
+    for name, value in (("temperature", 0.5), ("kind", "hot"), ("config", {})):
+        with pytest.raises(ProgramError, match=f"{name} is the model's, and the step was compiled with it as it was"):
+            setattr(program, name, value)
+    program.config, program.random_seed, program.anything = model.config, 5, 1
+    assert program.config is model.config and program.random_seed == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,8 @@ def test_an_optimizer_of_the_models_own_parameters_is_refused() -> None:
 
 
 def test_what_is_loaded_into_the_model_after_its_compilation_is_warned_of(tmp_path: Path) -> None:
-    """Once; not where the program has had it all, nor when the model is written to later on."""
-    model, other = tower(), tower()
+    """Once; not where the program has had it all, nor what the program gave, nor when the model is trained, too."""
+    model, other, best = tower(), tower(), tower(1).state_dict()
     program, loaded, resumed, trained = (compiled(model) for _ in range(4))
     trained(**batch())
     trained.save_checkpoint(tmp_path / "saved")
@@ -133,11 +134,43 @@ def test_what_is_loaded_into_the_model_after_its_compilation_is_warned_of(tmp_pa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         program(**batch())
-        trained(**batch())
         loaded.load_state_dict(model.state_dict())
         loaded(**batch())
         resumed.load_checkpoint(tmp_path / "saved")
         resumed(**batch())
+        model.load_state_dict(resumed.state_dict())
+        resumed(**batch())
+        model(**batch()).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        resumed(**batch())
+    model.zero_grad()
+    resumed(**batch())
+    model.load_state_dict(best)
+    with pytest.warns(UserWarning, match=r"of the model was written to after .* give it to program\.load_state_dict"):
+        resumed(**batch())
+
+
+def test_what_is_written_into_copies_and_thrown_away_is_warned_of() -> None:
+    """As averages that are kept by ``state_dict().values()``; who keeps what he wrote to, or loads it, may do so."""
+    program, averaged = compiled(tower()), copy.deepcopy(compiled(tower()))
+
+    def average() -> None:
+        with torch.no_grad():
+            for one, other in zip(averaged.state_dict().values(), program.state_dict().values(), strict=True):
+                one.copy_(other)
+
+    kept, loaded = program.state_dict(), program.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tensor in (*kept.values(), *loaded.values()):
+            tensor.mul_(2)
+        program(**batch())
+        program.load_state_dict(loaded)
+        del loaded, tensor
+        program(**batch())
+        average()
+    with pytest.warns(UserWarning, match=r"of what program\.state_dict\(\) returned was written to, which is a copy"):
+        average()
 
 
 class Scaled(nn.Module):

@@ -1,0 +1,80 @@
+"""Where the constants of a step come from: tensors of the user's that are none of the model's parameters and buffers.
+
+A teacher that a loss function closes over, class weights that a module keeps in an attribute: a program has the values
+that they had. So it is known of each which tensor it was, and whether that has been written to, or replaced, since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Origin:
+    """One constant's: ``content`` is a copy of what it had. Keeps nothing of the user's alive."""
+
+    def __init__(self, tensor: torch.Tensor, content: torch.Tensor, owner: nn.Module | None, name: str) -> None:
+        """``name``: the attribute of ``owner`` that it is, if it is one."""
+        self.content, self.name = content, name
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._seen(tensor)
+
+    def has_changed(self) -> bool:
+        """Whether it has other values than it had."""
+        tensor = self._tensor() if self._owner is None else _tables(self._owner()).get(self.name)
+        if not isinstance(tensor, torch.Tensor):
+            return False  # nobody has it any more
+        if tensor is self._tensor() and (tensor._version, tensor.data_ptr()) == self._state:
+            return False
+        same = tensor.shape == self.content.shape and tensor.dtype == self.content.dtype
+        if same and torch.equal(tensor.detach().cpu(), self.content):
+            self._seen(tensor)
+            return False
+        return same or self._owner is None  # what was replaced by another shape is a cache that grew
+
+    def _seen(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._state = weakref.ref(tensor), (tensor._version, tensor.data_ptr())
+
+
+class Origins(tuple[Origin, ...]):
+    """Of all constants of a graph. They are of this process: what is pickled has none."""
+
+    def __reduce__(self) -> Any:
+        return Origins, ()
+
+
+def origins_of(constants: Sequence[tuple[torch.Tensor, torch.Tensor]], roots: Sequence[object]) -> Origins:
+    """Of pairs of what a trace had and a copy of it; ``roots``: the model, and the loss function, in whose modules it
+    may be an attribute, of which the trace had an alias, or a copy on the CPU."""
+    kept = list(_attributes(roots))
+    found = []
+    for tensor, content in constants:
+        if tensor.is_meta or tensor.is_inference():
+            continue
+        own = next(((own, owner, name) for own, owner, name in kept if _is_same(own, tensor)), (tensor, None, ""))
+        found.append(Origin(own[0], content, *own[1:]))
+    return Origins(found)
+
+
+def _attributes(roots: Sequence[object]) -> Iterator[tuple[torch.Tensor, nn.Module, str]]:
+    for root in roots:
+        for module in root.modules() if isinstance(root, nn.Module) else ():
+            for name, value in _tables(module).items():
+                if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference():
+                    yield value, module, name
+
+
+def _tables(module: nn.Module | None) -> dict[str, Any]:
+    return {} if module is None else {**vars(module), **module._parameters, **module._buffers}
+
+
+def _is_same(own: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if own.shape != tensor.shape or own.dtype != tensor.dtype:
+        return False
+    if own.device == tensor.device:
+        return own.data_ptr() == tensor.data_ptr()
+    return torch.equal(own.detach().cpu(), tensor.detach().cpu())

@@ -1,0 +1,87 @@
+"""Parameters that are shards know it, and so does what ``optimizer.state_dict()`` of such parameters returns.
+
+That is of the shares that this rank holds, and of no others. Written by rank 0 and read by all, as scripts for whole
+models do, every rank would go on with rank 0's moments, without an error where shares are equal. So what is saved of an
+optimizer that has shards says of which they are, and what is loaded must be of the same.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from hap.codegen.layout import Layout
+from hap.errors import ProgramError
+
+KEY = "hap_shards"  # beside "state" and "param_groups": plain numbers and strings, as torch.load takes them
+_SHARD = "_hap_shard"  # the attribute
+_INSTEAD = "optimizer.state_dict() is of one rank's shares: program.save_checkpoint(directory, optimizer) is for all"
+
+
+class Share(NamedTuple):
+    """The parameter that this rank, number ``rank``, has a part of."""
+
+    name: str
+    rank: int
+    layout: Layout
+
+    @property
+    def has_owner(self) -> bool:
+        """One rank has all of it."""
+        return max(self.layout.sizes) == sum(self.layout.sizes)
+
+
+def mark(parameter: torch.Tensor, share: Share) -> None:
+    setattr(parameter, _SHARD, share)
+
+
+def share_of(parameter: torch.Tensor) -> Share | None:
+    """None of one that is whole, or no program's."""
+    return getattr(parameter, _SHARD, None)
+
+
+def stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Say which shares it is of, if of any."""
+    if any(found := _stamps(optimizer)):
+        state_dict[KEY] = found
+
+
+def check_loaded(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """ProgramError for the state of other shares than the optimizer has, as far as it says so, and by shapes."""
+    own, given = _stamps(optimizer), state_dict.get(KEY)
+    if given is None:
+        if any(own):
+            _check_unsaid(optimizer, state_dict)
+        return
+    for mine, other in zip(own, given, strict=False):
+        if mine is None or other is None or (mine[0], mine[2:]) != (other[0], other[2:]):
+            if mine != other:
+                name = (mine or other)[0]
+                raise ProgramError(f"this optimizer state is of {name} dealt out in another way than here: {_INSTEAD}")
+        elif mine[1] != other[1]:
+            raise ProgramError(f"this optimizer state is rank {other[1]}'s, and this is rank {mine[1]}: {_INSTEAD}")
+
+
+def _check_unsaid(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Of what was saved without saying what it is of: a warning, if shapes are right."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        share = share_of(parameter)
+        for kept in state_dict["state"].get(number, {}).values() if share is not None else ():
+            if isinstance(kept, torch.Tensor) and kept.dim() == parameter.dim() and kept.shape != parameter.shape:
+                raise ProgramError(
+                    f"this optimizer state has {tuple(kept.shape)} for {share and share.name}, of which this rank has "
+                    f"{tuple(parameter.shape)}: {_INSTEAD}"
+                )
+    if state_dict["state"]:
+        warnings.warn(f"this optimizer state does not say whose shares it is of: {_INSTEAD}", stacklevel=4)
+
+
+def _stamps(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Of every parameter (name, rank, dim, outer, unit, sizes), None if it is whole."""
+    found = [share_of(p) for group in optimizer.param_groups for p in group["params"]]
+    return [share and (share.name, share.rank, *share.layout) for share in found]

@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NOISY_STEAL = 0.05  # more than this share of the CPU time went to other machines: the run should be repeated
 FOLDERS = ("--out", "--rows", "--keep")  # options that name one of this machine
-COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6c5b7b", "#00798c")
+COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6c5b7b", "#00798c", "#a05a2c")
 
 
 @dataclass(frozen=True)

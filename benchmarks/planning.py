@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, default=1, help="of a step, whose gradients are added up; with --out")
     parser.add_argument("--tables", action="store_true", help="plan nothing: the rows of the last result again")
     options = parse(NAME, "How long planning takes, and how far a plan is from the best.", argv, parser)
-    if options.extra.batches != 1 and options.out == RESULTS:
+    if options.extra.batches != 1 and options.out.resolve() == RESULTS:
         parser.error("--batches: the results are of steps of one batch; --out another folder")
     every = [*USUAL, *LARGE]
     wanted = asked(options.extra.only, parser) or (QUICK if options.quick else every)

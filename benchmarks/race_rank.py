@@ -127,7 +127,6 @@ class Hap:
         passes_off: Sequence[str],
         job: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.job = job
         with job():
             self.program = hap.compile(
                 built.model,
@@ -138,6 +137,7 @@ class Hap:
                 loss_fn=built.loss_fn,
                 passes_off=passes_off,
             )
+        self.job, self.warm = job, WARM
         self.optimizer = torch.optim.AdamW(self.program.parameters(), lr=RATE)
         self.batch, self.targets = self.program.shard_batch(built.example_inputs, built.example_targets)
 
@@ -150,11 +150,14 @@ class Hap:
         self.program.set_pace(pace)
 
     def step(self) -> float:
-        with self.job():  # groups are made when they are first needed
+        with self.job():
             self.optimizer.zero_grad(set_to_none=True)
             loss = self.program(self.batch, targets=self.targets)
             loss.backward()
             self.optimizer.step()
+        self.warm -= 1
+        if not self.warm:
+            self.job = nullcontext  # all groups are made
         return float(loss.detach()) / self.program.plan.world_size
 
     def tensors(self) -> list[torch.Tensor]:
@@ -318,6 +321,7 @@ def race(
         paces[name] = deadline()
     for _ in range(RECORDINGS):
         for name in names:
+            dist.barrier()  # who is left out of one does not begin with the next
             _record(found[name], paces[name])
     for pace in paces.values():
         pace.hold()
@@ -339,7 +343,7 @@ def race(
         name: Result(
             tuple(seconds[name]),
             sum(paces[name].nominal_s or ()) * paces[name].slowdown,
-            paces[name].missed / max(1, paces[name].sections),
+            0.0 if isinstance(found[name], Idle) else paces[name].missed / max(1, paces[name].sections),
             sum(t.numel() * t.itemsize for t in found[name].tensors()),
             peaks[name],
             losses[name],

@@ -44,7 +44,24 @@ def race(body: Body) -> str:
         words += f" Geometric mean of the unequal clusters: {mean:.2f}."
     if (most := figures.get("best_over_equal_ddp")) is not None:
         words += f" Over plain DDP with equal batches: up to {most:.1f}."
-    return "\n\n".join([*lines, words, *_commits(body), _source("race", body)])
+    return "\n\n".join([*lines, words, *_fewer(body), *_commits(body), _source("race", body)])
+
+
+def _fewer(body: Body) -> list[str]:
+    """Where HAP's plans leave devices out, and which cases were raced without those who throw devices out."""
+    cases = body.get("cases") or ()
+    there = [case for case in cases if "one device" in case["entries"]]
+    before = dict.fromkeys(case["cluster"] for case in cases if "one device" not in case["entries"])
+    words = []
+    if fewer := [case for case in there if ", without " in case["shape"]]:
+        alone = sum(case["shape"].startswith("batch on one,") for case in fewer)
+        words.append(f"HAP leaves devices out in {len(fewer)} of {len(there)} cases, in {alone} of these all but one.")
+    if before:
+        words.append(
+            f"{', '.join(before).capitalize()}: raced before one device alone and DDP on the fast hosts took part, "
+            "before HAP could leave out devices that were measured, and with DDP's default buckets."
+        )
+    return [" ".join(words)] if words else []
 
 
 def _commits(body: Body) -> list[str]:
@@ -234,7 +251,7 @@ def accuracy(body: Body) -> str:
         abs(case["overlapped_s"] / statistics.median(case["entries"]["HAP"]["steps_s"]) - 1) for case in body["race"]
     ]
     if raced:
-        as_run = f"step time as run, passes on (the race's {len(raced)} cases)"
+        as_run = f"step time as run, passes on (the {len(raced)} cases of `benchmarks/race.py`)"
         at = sum(name in figures for name in ("step_time_median_error", "step_time_worst_error"))
         rows[at:at] = [
             [f"{as_run}, median error", f"{statistics.median(raced):.1%}"],

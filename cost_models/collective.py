@@ -97,12 +97,17 @@ def decompositions(kind: Collective, backend: str) -> tuple[str, ...]:
 
 
 def candidates(kind: Collective, cluster: Cluster) -> tuple[str, ...]:
-    """The same for a cluster: orders of ranks, relays and owners as its links suggest them."""
+    """The same for a cluster: orders of ranks, relays and owners as its links suggest them. A part of a measured one
+    has those alone that were measured of the whole, whose links may have suggested less."""
     found: list[str] = []
+    profile = cluster.profile if isinstance(cluster, CalibratedCluster) else None
+    measured = {(c.kind, c.decomposition) for c in profile.collectives} if profile is not None else set()
     for name in decompositions(kind, cluster.backend):
         routed = name in ROUTED and (kind, name) not in (("all_reduce", "ring"), ("all_to_all", "pairs"))
         if not routed:
             found.append(name)
+        elif measured and (kind, name) not in measured:
+            continue
         elif isinstance(cluster.fabric, Fabric) and cluster.fabric.world_size <= MOST_ROUTED:
             found += routings(name, cluster.fabric, tuple(d.host for d in cluster.devices))
     return tuple(found)

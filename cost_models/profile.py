@@ -322,8 +322,9 @@ class CalibratedCluster(ClusterSpec):
         pair's own."""
         plain = self.described
         ratios: dict[str, list[float]] = {}
+        ends = [(port, frozenset(port.senders), frozenset(port.receivers)) for port in plain.fabric.ports]
         for link in self.profile.links:
-            crossed = [p for p in plain.fabric.ports if link.source in p.senders and link.target in p.receivers]
+            crossed = [port for port, senders, receivers in ends if link.source in senders and link.target in receivers]
             least = min(p.bytes_per_s for p in crossed)
             for port in crossed:
                 if port.bytes_per_s == least:

@@ -339,7 +339,8 @@ def _rewritten(program: Program, cluster: ClusterSpec | None, off: Sequence[str]
 def _measured(plan: Plan, cluster: CalibratedCluster) -> Plan:
     """The plan with its profile's fingerprint in place of the assumption that nothing was measured."""
     kept = tuple(a for a in plan.provenance.assumptions if a != NOT_MEASURED)
-    if left_out(plan) and plan.world_size > 1:
+    advised = plan.world_size - len(plan.provenance.solver.get("leave_out", ()))  # of a plan for all
+    if (left_out(plan) and plan.world_size > 1) or 1 < advised < plan.world_size:
         kept = (*kept, SCALED)
     made = plan.provenance.model_copy(update={"profile_fingerprint": cluster.profile.fingerprint, "assumptions": kept})
     return plan.model_copy(update={"provenance": made})

@@ -60,11 +60,12 @@ def check_target(path: Path | None) -> None:
     """HapError if no file can be written there: before work that takes long, whose outcome would be lost."""
     if path is None:
         return
-    if path.is_dir():
+    if os.path.isdir(path):
         raise HapError(f"{path}: cannot write (a folder)")
-    if not path.parent.is_dir():
+    target = Path(os.path.realpath(path))
+    if not os.path.isdir(target.parent):
         raise HapError(f"{path}: cannot write (no folder {path.parent})")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not os.access(target if os.path.exists(target) else target.parent, os.W_OK):
         raise HapError(f"{path}: cannot write (no permission)")
 
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from hap import api
+from hap.cluster import ClusterSpec
 from hap.cost_models.collective import candidates
+from hap.cost_models.profile import base_name
+from hap.routes import ROUTED
 from hap.search import Pins, plan_graph
 from hap.search.problem import Problem
 from hap.search.subsets import fewer_hosts, paces, slowest_kinds, without
 from tests._support.plans import random_sizes, random_strategies
-from tests.search.test_bound_measured import PERCEPTRON, PLAIN, measured
+from tests.search.test_bound_measured import KINDS, PERCEPTRON, PLAIN, measured
 
 NESTED = ((2,), (0,), (1,), (1, 2))
 
@@ -45,6 +48,24 @@ def test_who_was_done_early_is_told_beside_those_that_are_left() -> None:
     for gone, ahead in (((2,), (0.3, 0.0)), ((1,), (0.5, 0.0)), ((0, 1), (0.0,))):
         for found in without(told, gone).profile.collectives:
             assert found.ahead == pytest.approx(ahead)
+
+
+def test_a_part_has_no_ways_that_were_not_measured_of_the_whole() -> None:
+    """Two hosts alike have nothing to relay; without a device of one their networks differ by rank."""
+    two = [{"gpu": "A100-40GB"}, {"gpu": "T4"}]
+    host = {"devices": two, "link": "pcie3", "network": {"bandwidth": "10Gbit/s", "latency": "20us"}}
+    spec = ClusterSpec.model_validate({"name": "two", "hosts": [{"name": n, **host} for n in "ab"]})
+    whole = {kind: {base_name(way) for way in candidates(kind, spec)} for kind in KINDS}
+    own, part = measured(0).profile, without(spec, (3,))
+    collectives = [c for c in own.collectives if c.decomposition in whole[c.kind]]
+    fields = {name: getattr(own, name) for name in type(own).model_fields}
+    told = {"cluster_fingerprint": part.fingerprint, "collectives": tuple(collectives)}
+    found = {kind: {base_name(way) for way in candidates(kind, part)} for kind in KINDS}
+    assert any(found[kind] - whole[kind] for kind in KINDS)
+    for kind in KINDS[:-1]:
+        known = {c.decomposition for c in collectives if c.kind == kind}
+        routed = {base_name(way) for way in candidates(kind, type(own)(**{**fields, **told}).calibrate(part))}
+        assert routed & set(ROUTED) <= known
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -28,7 +28,7 @@ class Origin:
         tensor = self._tensor() if self._owner is None else _tables(self._owner()).get(self.name)
         if not isinstance(tensor, torch.Tensor):
             return False  # nobody has it any more
-        if tensor is self._tensor() and (tensor._version, tensor.data_ptr()) == self._state:
+        if tensor is self._tensor() and not tensor.is_inference() and _state(tensor) == self._state:
             return False
         same = tensor.shape == self.content.shape and tensor.dtype == self.content.dtype
         if same and torch.equal(tensor.detach().cpu(), self.content):
@@ -37,7 +37,11 @@ class Origin:
         return same or self._owner is None  # what was replaced by another shape is a cache that grew
 
     def _seen(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._state = weakref.ref(tensor), (tensor._version, tensor.data_ptr())
+        self._tensor, self._state = weakref.ref(tensor), None if tensor.is_inference() else _state(tensor)
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, tensor.data_ptr()
 
 
 class Origins(tuple[Origin, ...]):
@@ -53,18 +57,22 @@ def origins_of(constants: Sequence[tuple[torch.Tensor, torch.Tensor]], roots: Se
     kept = list(_attributes(roots))
     found = []
     for tensor, content in constants:
-        if tensor.is_meta or tensor.is_inference():
+        if not _is_plain(tensor):
             continue
         own = next(((own, owner, name) for own, owner, name in kept if _is_same(own, tensor)), (tensor, None, ""))
         found.append(Origin(own[0], content, *own[1:]))
     return Origins(found)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and not tensor.is_inference() and tensor.layout == torch.strided
+
+
 def _attributes(roots: Sequence[object]) -> Iterator[tuple[torch.Tensor, nn.Module, str]]:
     for root in roots:
         for module in root.modules() if isinstance(root, nn.Module) else ():
             for name, value in _tables(module).items():
-                if isinstance(value, torch.Tensor) and not value.is_meta and not value.is_inference():
+                if isinstance(value, torch.Tensor) and _is_plain(value):
                     yield value, module, name
 
 

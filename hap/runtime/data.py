@@ -227,7 +227,8 @@ class ShareSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.shuffle:
-            order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+            generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator, device="cpu")
         else:
             order = torch.arange(self.length)
         for batch in order.split(self.batch_size):

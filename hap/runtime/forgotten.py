@@ -22,6 +22,7 @@ from hap.errors import ProgramError
 
 _compiled: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
 _hooked: list[Any] = []
+SMALL = 1 << 20  # bytes of a copy that is kept, to be looked at
 
 
 class Forgotten:
@@ -30,16 +31,14 @@ class Forgotten:
 
     def __init__(self, model: nn.Module) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
-        self._model = [(n, weakref.ref(t), isinstance(t, nn.Parameter)) for n, t in named if not t.is_inference()]
-        self._versions: list[int] | None = self._now()
-        self._has_run = False
+        self._model = [(n, weakref.ref(tensor), tensor._version) for n, tensor in named if not tensor.is_inference()]
         self._origins: Sequence[Origin] = ()
         self._copy: tuple[str, torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forgotten:
         """Of a copied program, which is not what the model's values were meant for."""
         found = object.__new__(type(self))
-        found.__dict__.update(self.__dict__, _model=[], _versions=None, _copy=None)
+        found.__dict__.update(self.__dict__, _model=[], _copy=None)
         return found
 
     def follow(self, origins: Sequence[Origin]) -> None:
@@ -48,15 +47,14 @@ class Forgotten:
 
     def loaded(self) -> None:
         """The program has been given values."""
-        self._versions, self._copy = self._now(), None
+        self._model, self._copy = [], None
 
     def handed_out(self, copies: Mapping[str, torch.Tensor]) -> None:
         """By ``state_dict()``: copies, of which one is looked at, the smallest. The model may be given them."""
         self._warn_of_copy(stacklevel=4)
-        if self._has_run:
-            self._versions = None
-        name = min((n for n, t in copies.items() if t.numel()), key=lambda n: copies[n].numel(), default=None)
-        if name is not None:
+        self._model = []
+        name = min((n for n, t in copies.items() if t.numel()), key=lambda n: copies[n].nbytes, default=None)
+        if name is not None and copies[name].nbytes <= SMALL and not copies[name].is_inference():
             copy = copies[name]
             self._copy = name, copy.detach(), weakref.ref(copy), copy._version
 
@@ -70,32 +68,19 @@ class Forgotten:
                     "with its values: make it a buffer, or what it belongs to (a teacher, a target network) a part of "
                     "the model, or give it as an input"
                 )
-        self._warn_of_copy(stacklevel=7)
+        self._warn_of_copy(stacklevel=8)
         self._warn_of_model()
-        self._has_run = True
-
-    def _now(self) -> list[int]:
-        return [-1 if (tensor := known()) is None else tensor._version for _, known, _ in self._model]
 
     def _warn_of_model(self) -> None:
-        """Once. Later on of all parameters that were loaded at a time, as who trains the model, too, may do so."""
-        before, self._versions = self._versions, self._now()
-        if before is None or before == self._versions:
-            return
-        now = zip(self._model, before, self._versions, strict=True)
-        changed = [(name, known()) for (name, known, is_parameter), a, b in now if a != b and -1 not in (a, b)]
-        if self._has_run:
-            parameters = [known() for _, known, is_parameter in self._model if is_parameter]
-            written = {id(tensor) for _, tensor in changed}
-            if any(p is None or p.grad is not None or id(p) not in written for p in parameters):
-                return
+        """Before the first step. Later on who trains the model, too, or evaluates it, may write to it."""
+        seen, self._model = self._model, []
+        changed = [name for name, known, version in seen if getattr(known(), "_version", version) != version]
         if changed:
             warnings.warn(
-                f"{changed[0][0]} of the model was written to after it was compiled, and its program goes by its own: "
-                "give it to program.load_state_dict()",
-                stacklevel=7,  # of torch's own are two
+                f"{changed[0]} of the model was written to after it was compiled and before its program's first step, "
+                "which goes by the program's own: give it to program.load_state_dict()",
+                stacklevel=8,  # of torch's own are three
             )
-            self._model, self._versions = [], []
 
     def _warn_of_copy(self, stacklevel: int) -> None:
         """Once, of one that was written to and that nobody has any more."""

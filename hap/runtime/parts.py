@@ -18,6 +18,7 @@ from torch import nn
 from hap.errors import ProgramError
 from hap.runtime.forgotten import Forgotten
 
+_IN_STEPS = (bool, int, float, complex, str, torch.Tensor)  # attributes that a step may go by
 Place = tuple[dict[str, Any], str, torch.Tensor]  # a module's own table, a name there, and what it has under it
 
 
@@ -29,20 +30,21 @@ class Root(nn.Module):
         own = {name for of in type(self).__mro__ for name in vars(of)} | self.__dict__.keys()
         kinds = (of for of in type(model).__mro__ if of not in nn.Module.__mro__)
         plain = {name for of in kinds for name, value in vars(of).items() if not callable(value)}
-        names = (vars(model).keys() | plain) - own
-        self.__dict__.update(_places=tuple(places), _model=weakref.ref(model), _models_names=names)
-        self.__dict__["_forgotten"] = Forgotten(model)
+        names = {name for name in (vars(model).keys() | plain) - own if not name.startswith("_")}
+        self.__dict__.update(_hap_places=tuple(places), _hap_model=weakref.ref(model), _hap_names=names)
+        self.__dict__["_hap_forgotten"] = Forgotten(model)
 
     @property
     def forgotten(self) -> Forgotten:
         """What is done to the model, and not to the program."""
-        found: Forgotten = self.__dict__["_forgotten"]
+        found: Forgotten = self.__dict__["_hap_forgotten"]
         return found
 
+    @torch.compiler.disable
     def check_call(self) -> None:
         """ProgramError if a call was given other parameters or buffers than the program's, or constants changed."""
         self.forgotten.look()
-        for table, name, tensor in self.__dict__["_places"]:
+        for table, name, tensor in self.__dict__["_hap_places"]:
             if table[name] is not tensor:
                 raise ProgramError(
                     f"{name} was replaced for this call, as by torch.func.functional_call, and a program computes with "
@@ -54,8 +56,12 @@ class Root(nn.Module):
         """What ``DistributedDataParallel`` asks a module for before all else."""
         raise ProgramError("a compiled program is distributed already: leave DistributedDataParallel out")
 
+    def __dir__(self) -> list[str]:
+        """Without what raises for whoever looks at all attributes."""
+        return [name for name in super().__dir__() if name != "_ddp_params_and_buffers_to_ignore"]
+
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_places" in self.__dict__:
+        if "_hap_places" in self.__dict__:
             tables = (self.__dict__.get(t, {}) for t in ("_parameters", "_buffers", "_modules"))
             if isinstance(value, (nn.Module, nn.Parameter)) or any(name in table for table in tables):
                 raise ProgramError(
@@ -63,8 +69,8 @@ class Root(nn.Module):
                 )
             if name == "__class__":
                 raise ProgramError("a compiled program is distributed already: leave fully_shard out")
-            model = self.__dict__["_model"]()
-            if name in self.__dict__["_models_names"] and not (model and getattr(model, name, self) is value):
+            before = getattr(self.__dict__["_hap_model"](), name, None)
+            if name in self.__dict__["_hap_names"] and isinstance(before, _IN_STEPS) and before is not value:
                 raise ProgramError(
                     f"{name} is the model's, and the step was compiled with it as it was: make it an input of the "
                     "model, a tensor if it changes from step to step, or change the model and compile it again"

@@ -56,25 +56,36 @@ def check_loaded(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
         if any(own):
             _check_unsaid(optimizer, state_dict)
         return
-    for mine, other in zip(own, given, strict=False):
+    for mine, other, kept in zip(own, map(_plain, given), _states(state_dict), strict=False):
+        if mine == other or not any(isinstance(value, torch.Tensor) and value.dim() for value in kept.values()):
+            continue  # nothing of what is dealt out is in it
         if mine is None or other is None or (mine[0], mine[2:]) != (other[0], other[2:]):
-            if mine != other:
-                name = (mine or other)[0]
-                raise ProgramError(f"this optimizer state is of {name} dealt out in another way than here: {_INSTEAD}")
-        elif mine[1] != other[1]:
-            raise ProgramError(f"this optimizer state is rank {other[1]}'s, and this is rank {mine[1]}: {_INSTEAD}")
+            name = (mine or other)[0]
+            raise ProgramError(f"this optimizer state is of {name} dealt out in another way than here: {_INSTEAD}")
+        raise ProgramError(f"this optimizer state is rank {other[1]}'s, and this is rank {mine[1]}: {_INSTEAD}")
+
+
+def _states(state_dict: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What is kept of every parameter, in their order."""
+    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+    return [state_dict["state"].get(number, {}) for number in numbers]
+
+
+def _plain(stamp: Any) -> Any:
+    """A stamp as it was written, whatever became of its tuples."""
+    return stamp and tuple(tuple(part) if isinstance(part, list) else part for part in stamp)
 
 
 def _check_unsaid(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Of what was saved without saying what it is of: a warning, if shapes are right."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):
+    known = type(optimizer).__module__.startswith("torch.optim")  # of others nobody knows what they keep
+    for parameter, kept in zip(parameters, _states(state_dict) if known else (), strict=False):
         share = share_of(parameter)
-        for kept in state_dict["state"].get(number, {}).values() if share is not None else ():
-            if isinstance(kept, torch.Tensor) and kept.dim() == parameter.dim() and kept.shape != parameter.shape:
+        for value in kept.values() if share is not None else ():
+            if isinstance(value, torch.Tensor) and value.dim() == parameter.dim() and value.shape != parameter.shape:
                 raise ProgramError(
-                    f"this optimizer state has {tuple(kept.shape)} for {share and share.name}, of which this rank has "
+                    f"this optimizer state has {tuple(value.shape)} for {share and share.name}, of which this rank has "
                     f"{tuple(parameter.shape)}: {_INSTEAD}"
                 )
     if state_dict["state"]:

@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hap
 from hap.capture import capture
+from hap.codegen.layout import Layout
 from hap.errors import ProgramError
 from hap.mesh_plan import parse_plan
 from hap.runtime.alike import TOLERANCE, _told, _weights
+from hap.runtime.shards import KEY, Share, check_loaded, mark
 from tests._support.mesh import make_mesh
 from tests._support.ranks import run_alike
 
@@ -230,3 +232,16 @@ def test_what_distributes_models_is_refused() -> None:
         assert said["functional"].startswith("weight was replaced for this call, as by torch.func.functional_call")
         assert said["as it is"] == ""
         assert "compiled program" in said["fsdp"]
+
+
+def test_an_optimizers_state_that_has_nothing_of_shards_is_anybodys() -> None:
+    """What was written by another format than torch's has lists instead of tuples."""
+    share = nn.Parameter(torch.zeros(2, 3))
+    mark(share, Share("w", 1, Layout(0, 1, 1, (2, 2))))
+    optimizer = torch.optim.SGD([share], lr=0.1, momentum=0.9)
+    saved = optimizer.state_dict() | {KEY: [["w", 0, 0, 1, 1, [2, 2]]]}
+    check_loaded(optimizer, saved)
+    saved["state"] = {0: {"momentum_buffer": torch.zeros(2, 3)}}
+    with pytest.raises(ProgramError, match="rank 0's, and this is rank 1"):
+        check_loaded(optimizer, saved)
+    check_loaded(optimizer, saved | {KEY: [["w", 1, 0, 1, 1, [2, 2]]]})

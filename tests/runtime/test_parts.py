@@ -181,11 +181,12 @@ class Cooled(nn.Module):
 
 
 def test_what_the_model_has_is_not_set_on_its_program() -> None:
-    """But as it is there, for tools that look for it, and what the program has itself."""
+    """But as it is there, or no number, for tools that look for it, and what the program has itself."""
     model = Cooled()
     program = compiled(model)
-    for name, value in (("temperature", 0.5), ("kind", "hot"), ("config", {})):
+    for name, value in (("temperature", 0.5), ("kind", "hot")):
         with pytest.raises(ProgramError, match=f"{name} is the model's, and the step was compiled with it as it was"):
             setattr(program, name, value)
-    program.config, program.random_seed, program.anything = model.config, 5, 1
+    program.config, program.random_seed, program.anything, program.kind = model.config, 5, 1, model.kind
     assert program.config is model.config and program.random_seed == 5
+    program.config = {}

@@ -48,11 +48,17 @@ def race(body: Body) -> str:
 
 
 def _fewer(body: Body) -> list[str]:
-    """Where HAP's plans leave devices out, and which cases were raced without those who throw devices out."""
+    """What is won over those that keep all devices, where HAP's plans leave some out, and which cases were raced without
+    those who throw devices out."""
     cases = body.get("cases") or ()
     there = [case for case in cases if "one device" in case["entries"]]
     before = dict.fromkeys(case["cluster"] for case in cases if "one device" not in case["entries"])
     words = []
+    if kept := [_over_all(case) for case in there if case["cluster"] != "equal"]:
+        words.append(
+            f"Over the best of those that keep all devices, where the others took part, too: {min(kept):.2f} to "
+            f"{max(kept):.2f}, geometric mean {statistics.geometric_mean(kept):.2f}."
+        )
     if fewer := [case for case in there if ", without " in case["shape"]]:
         alone = sum(case["shape"].startswith("batch on one,") for case in fewer)
         words.append(f"HAP leaves devices out in {len(fewer)} of {len(there)} cases, in {alone} of these all but one.")
@@ -62,6 +68,13 @@ def _fewer(body: Body) -> list[str]:
             "before HAP could leave out devices that were measured, and with DDP's default buckets."
         )
     return [" ".join(words)] if words else []
+
+
+def _over_all(case: Mapping[str, Any]) -> float:
+    """How many times as fast as the best baseline on all devices, on an unequal cluster."""
+    medians = {who: statistics.median(entry["steps_s"]) for who, entry in case["entries"].items()}
+    others = ("DDP", "DDP, by speed", "ZeRO-1", "FSDP2")
+    return min(medians[who] for who in others if who in medians) / medians["HAP"]
 
 
 def _commits(body: Body) -> list[str]:

@@ -14,7 +14,7 @@ moment. X is what x has, W what it has in the dtype of its statistics, in which 
 
 What ``hap.bits`` draws at a time (up to 34 MB on a GPU) is not counted. Attention goes by formulas where
 ``hap.attention.has_kernel`` says that a GPU has none. A GPU is *old* below compute capability 8.0; one that the
-catalogue does not know is taken to be new.
+catalogue does not know is taken to be new if it lists bfloat16, or no float16.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ def find_steps(graph: Graph, strides: Strides, postponed: Postponed = NONE) -> d
 
 
 def is_old(device: Device) -> bool:
-    """Whether the catalogue has it as a GPU of a generation before Ampere."""
+    """Whether it is a GPU of a generation before Ampere: by the catalogue, or as those compute in float16 alone."""
     gpu = catalogue().get(device.gpu)
-    return gpu is not None and gpu.compute_capability is not None and gpu.compute_capability < _NEW
+    if gpu is None or gpu.compute_capability is None:
+        return "float16" in device.tflops and "bfloat16" not in device.tflops
+    return gpu.compute_capability < _NEW
 
 
 def generations(devices: Sequence[Device], backend: str, world_size: int) -> list[Generation]:

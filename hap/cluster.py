@@ -294,7 +294,10 @@ class ClusterSpec(Frozen):
         ports = [[d.delays if d else () for d in (h.inside, h.outside)] for h in self.hosts]
         paths = [self._path_delays(p) for p in sorted(self.links, key=lambda p: (p.source, p.target))]
         kinds = [h.link.kind if isinstance(h.link, LinkSpec) else None for h in self.hosts]
-        unnamed = [(h.has_unnamed_link, [d.is_unnamed for d in h.devices]) for h in self.hosts]
+        unnamed = [
+            (h.size > 1 and h.has_unnamed_link, [d.is_unnamed for d in h.devices for _ in range(d.count)])
+            for h in self.hosts
+        ]
         told = self.backend == "nccl" and any(link or any(own) for link, own in unnamed)
         return {
             **({"delays": (ports, paths)} if any(map(any, ports)) or any(paths) else {}),

@@ -76,13 +76,13 @@ class StepLog:
 def load_run(folder: Path, plan: Plan | MeshPlan) -> Measured:
     """A run of ``plan``. HapError, one line, where there is no readable ``steps.csv`` with at least one step, nor
     records, or where they are of another number of ranks than the plan is for."""
-    other, run = None, folder / PLAN
-    if run.is_file():
+    other, run, path = None, folder / PLAN, folder / "steps.csv"
+    has_records = rank_file(folder, 0, "jsonl").exists()
+    if run.is_file() and has_records:  # else whoever wrote the steps may have put anything there
         recorded = load_plan(run)
         _check_ranks(folder, plan, recorded.world_size)
         other = None if recorded.checksum == plan.checksum else recorded.checksum
-    path = folder / "steps.csv"
-    if not path.exists() and rank_file(folder, 0, "jsonl").exists():
+    if not path.exists() and has_records:
         return replace(_recorded(folder, plan), other_plan=other)
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -112,4 +112,4 @@ def _recorded(folder: Path, plan: Plan | MeshPlan) -> Measured:
     steps = [lines[i : i + batches] for i in range(0, len(lines) - batches + 1, batches)]
     if not steps:
         raise HapError(f"{folder}: the records have no whole step")
-    return Measured(tuple(s[0].step for s in steps), tuple(sum(line.seconds for line in s) for s in steps))
+    return Measured(tuple(s[0].step // batches for s in steps), tuple(sum(line.seconds for line in s) for s in steps))

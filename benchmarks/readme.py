@@ -48,8 +48,8 @@ def race(body: Body) -> str:
 
 
 def _fewer(body: Body) -> list[str]:
-    """What is won over those that keep all devices, where HAP's plans leave some out, and which cases were raced without
-    those who throw devices out."""
+    """What is won over those that keep all devices, where HAP's plans leave some out, and which cases were raced before
+    others did, too."""
     cases = body.get("cases") or ()
     there = [case for case in cases if "one device" in case["entries"]]
     before = dict.fromkeys(case["cluster"] for case in cases if "one device" not in case["entries"])

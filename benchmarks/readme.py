@@ -61,7 +61,8 @@ def _fewer(body: Body) -> list[str]:
         )
     if fewer := [case for case in there if ", without " in case["shape"]]:
         alone = sum(case["shape"].startswith("batch on one,") for case in fewer)
-        words.append(f"HAP leaves devices out in {len(fewer)} of {len(there)} cases, in {alone} of these all but one.")
+        told = f", in {alone} of these all but one" if alone else ""
+        words.append(f"HAP leaves devices out in {len(fewer)} of {len(there)} cases{told}.")
     if before:
         words.append(
             f"{', '.join(before).capitalize()}: raced before one device alone and DDP on the fast hosts took part, "

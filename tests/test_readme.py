@@ -55,8 +55,14 @@ def test_what_is_of_several_commits_says_which(tmp_path: Path) -> None:
     (tmp_path / "accuracy" / "public.json").write_text(json.dumps({"commit": "def"}))
     text = written(tmp_path, "accuracy", step_time_median_error=0.05)
     assert "--only ... --cluster ...`: equal, memory at abc; public at def." in text
-    cases = [{"commit": "abc", "cluster": "links"}, {"commit": "def", "cluster": "both"}]
-    assert "--clusters ...`: links at abc; both at def." in written(tmp_path, "race", cases)
+    entries = {who: {"steps_s": [s]} for who, s in (("HAP", 1.0), ("DDP", 3.0), ("FSDP2", 4.0))}
+    before = {"commit": "abc", "cluster": "links", "entries": entries, "shape": ""}
+    alone = {"one device": {"steps_s": [1.1]}}
+    now = {"commit": "def", "cluster": "both", "entries": entries | alone, "shape": "batch on one, 100%, without a"}
+    text = written(tmp_path, "race", [before, now])
+    assert "--clusters ...`: links at abc; both at def." in text
+    assert "keep all devices, where the others took part, too: 3.00 to 3.00, geometric mean 3.00." in text
+    assert "HAP leaves devices out in 1 of 1 cases, in 1 of these all but one. Links: raced before one device" in text
 
 
 def test_the_others(tmp_path: Path) -> None:
@@ -101,8 +107,8 @@ def test_steps_as_run_are_those_of_the_race(tmp_path: Path) -> None:
     rows = [line.split("|")[1:3] for line in text.splitlines() if line.startswith("| ")][1:]
     assert [(words.strip(), value.strip()) for words, value in rows[1:]] == [
         ("step time with all passes off, median error", "5.0%"),
-        ("step time as run, passes on (the race's 3 cases), median error", "10.0%"),
-        ("step time as run, passes on (the race's 3 cases), worst error", "25.0%"),
+        ("step time as run, passes on (the 3 cases of `benchmarks/race.py`), median error", "10.0%"),
+        ("step time as run, passes on (the 3 cases of `benchmarks/race.py`), worst error", "25.0%"),
         (
             "public GPU measurements (fitted on a third of each group, forms chosen on the same data), median error",
             "7.0%",

@@ -104,7 +104,7 @@ def test_of_a_record_the_batches_of_a_step_are_added_up(tmp_path: Path) -> None:
     write_records(tmp_path, 4, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
     assert load_run(tmp_path, plan).seconds == (0.1, 0.2, 0.3, 0.4, 0.5)  # after the last one nothing came
     found = load_run(tmp_path, plan.model_copy(update={"gradient_accumulation_steps": 2}))
-    assert found.steps == (0, 2) and found.seconds == pytest.approx((0.3, 0.7))
+    assert found.steps == (0, 1) and found.seconds == pytest.approx((0.3, 0.7))
     with pytest.raises(HapError, match="no whole step"):
         load_run(tmp_path, plan.model_copy(update={"gradient_accumulation_steps": 6}))
 

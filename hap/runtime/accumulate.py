@@ -8,8 +8,9 @@ for the same parameters. ``torch.autograd.grad`` has nothing to do with it: it i
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from hap.errors import ProgramError
 from hap.runtime.step import Kept, Step
 
 _waiting: weakref.WeakSet[Unsummed] = weakref.WeakSet()  # that have something
+_reading = threading.Lock()  # it: optimizers step in other threads, too
 _hooked: list[Any] = []
 
 
@@ -46,6 +48,7 @@ class Unsummed:
             return step.backward(saved, tangent)
         self.forget_zeroed()
         self._check_kept(kept)
+        self._check_hooks(kept.intersection(step.accumulation.deferred))
         self._kept |= {target: target in kept for target in step.accumulation.deferred}
         self._held.setdefault(step, {})
         self._failed = True
@@ -62,7 +65,7 @@ class Unsummed:
                 self._zeros[target] = _state(gradients[target])
                 self._pending.add(target)
         self._pass = current_pass()
-        _waiting.add(self)
+        self._wait()
         if not _hooked:
             _hooked.append(register_optimizer_step_pre_hook(_before_step))
         return gradients
@@ -75,11 +78,21 @@ class Unsummed:
             return step.backward(saved, tangent)
         self.forget_zeroed()
         self._check_kept(kept)
+        self._check_hooks(self._deferred())
+        shares, kept_before = [self._shares[target] for target in self._deferred()], dict(self._kept)
         left = self.take()
-        gradients = step.backward(saved, tangent, left.pop(step, None))
-        for other, held in left.items():
-            for target, found in other.sum_up(held).items():
-                gradients[target] = found if target not in gradients else gradients[target] + found
+        try:
+            gradients = step.backward(saved, tangent, left.pop(step, None))
+            for other, held in left.items():
+                for target, found in other.sum_up(held).items():
+                    gradients[target] = found if target not in gradients else gradients[target] + found
+        except BaseException:  # what waited is gone: that is said until zero_grad()
+            self._held, self._kept, self._failed = {step: {}}, kept_before, True
+            for share in shares:
+                if share.grad is None:
+                    share.grad = share.new_zeros(()).expand_as(share)
+            self._wait()
+            raise
         return gradients
 
     def take(self) -> dict[Step, dict[str, torch.Tensor]]:
@@ -92,6 +105,11 @@ class Unsummed:
         held = dict(self._held)
         self._drop()
         return held
+
+    @property
+    def hooked(self) -> Collection[str]:
+        """Whose gradients it sees by a hook."""
+        return self._hooks
 
     def check(self, what: str) -> None:
         """ProgramError if gradients are not complete."""
@@ -114,7 +132,9 @@ class Unsummed:
         if zeroed == self._deferred():
             self._drop()
         elif self._failed:
-            raise ProgramError("a backward pass under no_sync() did not come to its end: zero_grad(), and start anew")
+            raise ProgramError(
+                "a backward pass of a step with no_sync() did not come to its end: zero_grad(), and start anew"
+            )
         elif zeroed:
             raise ProgramError(
                 f"the gradient of {min(zeroed)} was dropped between backward passes under no_sync(), that of "
@@ -139,6 +159,18 @@ class Unsummed:
                     "backward()): end the first batches with a pass outside of no_sync(), or zero_grad()"
                 )
 
+    def _check_hooks(self, deferred: Iterable[str]) -> None:
+        for target in deferred:
+            if self._shares[target]._backward_hooks:
+                raise ProgramError(
+                    f"a hook on the gradient of {target} would see sums over several batches under no_sync(), and not "
+                    "each one's gradient: leave out the hook, or no_sync()"
+                )
+
+    def _wait(self) -> None:
+        with _reading:
+            _waiting.add(self)
+
     def _drop(self) -> None:
         self._held.clear()
         self._kept.clear()
@@ -146,7 +178,8 @@ class Unsummed:
         self._pending.clear()
         self._seen.clear()
         self._failed = False
-        _waiting.discard(self)
+        with _reading:
+            _waiting.discard(self)
 
     def _see(self, target: str, share: torch.Tensor) -> None:
         """Also called where a backward pass has no gradient of it."""
@@ -170,6 +203,8 @@ def _state(gradient: torch.Tensor) -> tuple[int, int]:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for unsummed in tuple(_waiting):
+    with _reading:
+        waiting = tuple(_waiting)
+    for unsummed in waiting:
         if unsummed.holds(p for group in optimizer.param_groups for p in group["params"]):
             unsummed.check("optimizer.step()")

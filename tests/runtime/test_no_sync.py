@@ -270,7 +270,7 @@ def test_incomplete_gradients_are_refused() -> None:
                 r"was written between backward passes under no_sync()",
                 r"was dropped between backward passes under no_sync(), that of",
                 r"",
-                r"a backward pass under no_sync() did not come to its end: zero_grad(), and start anew",
+                r"a backward pass of a step with no_sync() did not come to its end: zero_grad(), and start anew",
                 r"",
                 r"under no_sync() added to the gradient of outward.weight, and this one leaves it out (by",
                 r"under no_sync() left out the gradient of outward.weight, and this one adds to it (by",

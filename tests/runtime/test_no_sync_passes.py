@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +19,10 @@ import hap
 from hap.errors import ProgramError
 from hap.plan import Plan
 from hap.rules.choices import choices
+from hap.runtime import accumulate
+from hap.runtime.accumulate import Unsummed
 from hap.runtime.program import HapProgram
+from hap.runtime.step import Step
 from tests._support.plans import greedy_strategies, make_plan, sizes_for
 from tests._support.ranks import run_alike
 from tests.runtime.test_features_batches import BATCH, batch, graph_of, worst_gradient
@@ -125,10 +134,17 @@ def break_off(rank: int, plan: Plan) -> tuple[list[str], float]:
     tell(lambda: loss(1, False).backward())
     program.zero_grad()
 
-    hook = shares[0].register_hook(fail)
     with pytest.raises(MemoryError):
-        (loss(0, True) + loss(1, True)).backward()
-    hook.remove()
+        first, between = loss(0, True), Breaking.apply(torch.zeros((), requires_grad=True))
+        (first + between + loss(1, True)).backward()
+    program.zero_grad()
+
+    loss(0, True).backward()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Step, "backward", fail)
+        loss(1, False).backward()  # the one that is for both
+    tell(lambda: loss(2, False).backward())
+    tell(torch.optim.SGD(shares, lr=0.1).step)
     program.zero_grad()
     for one in (loss, of_model(model)):
         one(2, True).backward()
@@ -136,12 +152,82 @@ def break_off(rank: int, plan: Plan) -> tuple[list[str], float]:
     return said, worst_gradient(program, model)
 
 
-def fail(gradient: torch.Tensor) -> None:
+class Breaking(torch.autograd.Function):
+    """Between two losses, in whose backward pass nothing has arrived yet."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+
+def fail(*_: object) -> None:
     raise MemoryError
 
 
 def test_what_a_broken_pass_left_is_told_of_or_dropped() -> None:
-    for (step, further), error in run_alike(2, break_off, plans()["data"]):
+    for (step, *further), error in run_alike(2, break_off, plans()["data"]):
         assert "optimizer.step() after backward passes under no_sync() alone" in step
-        assert "a backward pass under no_sync() did not come to its end: zero_grad(), and start anew" in further
+        assert len(further) == 3 and error < TOLERANCE
+        for said in further:
+            assert (
+                said == "a backward pass of a step with no_sync() did not come to its end: zero_grad(), and start anew"
+            )
+
+
+def hook(rank: int, plan: Plan) -> tuple[list[str], float]:
+    """On a gradient that waits: not in a pass that adds up, nor in the one that sums."""
+    program, model = compiled(plan), net()
+    loss, said = of_program(program), []
+    for place, inside in ((0, True), (1, False)):
+        handle = next(program.parameters()).register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        with pytest.raises(ProgramError) as e:
+            loss(place, inside).backward()
+        said.append(str(e.value))
+        handle.remove()
+        for one in (loss, of_model(model)):
+            one(place, inside).backward()
+    for one in (program, model):  # where nothing waits, it sees what the model's would
+        next(one.parameters()).register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+    for one in (loss, of_model(model)):
+        one(2, False).backward()
+    return said, worst_gradient(program, model)
+
+
+def test_a_hook_on_a_gradient_that_waits_is_refused() -> None:
+    for said, error in run_alike(2, hook, plans()["data"]):
+        assert all("a hook on the gradient of 0.weight would see sums over several batches" in one for one in said)
         assert error < TOLERANCE
+
+
+def test_optimizers_may_step_in_another_thread_while_programs_begin_to_wait() -> None:
+    optimizer, waiting, done = torch.optim.SGD([nn.Parameter(torch.zeros(1))]), Unsummed({}), Event()
+    others = [Unsummed({}) for _ in range(300)]  # it takes a while to look at all
+
+    def step() -> int:
+        for number in itertools.count():
+            if done.is_set():
+                return number
+            optimizer.step()
+
+    for other in others:
+        other._wait()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    register = accumulate.register_optimizer_step_pre_hook(accumulate._before_step)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            beside, end = thread.submit(step), time.monotonic() + 1.0
+            while time.monotonic() < end and not beside.done():
+                waiting._wait()
+                waiting._drop()
+            done.set()
+            assert beside.result() > 0
+    finally:
+        sys.setswitchinterval(before)
+        register.remove()
+        for other in others:
+            other._drop()

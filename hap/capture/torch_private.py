@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,11 +69,12 @@ from hap.errors import CaptureError
 
 __all__ = [
     "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "casts_for_cuda_on_cpu",
-    "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "pytree", "trace_joint", "untraced",
-    "watch_clipping", "watch_optimizer_states", "watch_scaling",
+    "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "no_trace", "pytree", "trace_joint",
+    "untraced", "watch_clipping", "watch_optimizer_states", "watch_scaling",
 ]  # fmt: skip
 
 _OWN_LIST = FunctionalTensor.tolist
+no_trace = threading.RLock()  # while it is held: torch.compiler.is_compiling() says of all threads what goes for one
 ValuesWanted = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -342,14 +344,15 @@ def _seen_lists() -> Iterator[None]:
 @contextlib.contextmanager
 def _export_flags() -> Iterator[None]:
     names = ("_is_exporting_flag", "_is_compiling_flag")
-    before = {name: getattr(torch.compiler, name) for name in names}
-    try:
-        for name in names:
-            setattr(torch.compiler, name, True)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(torch.compiler, name, value)
+    with no_trace:
+        before = {name: getattr(torch.compiler, name) for name in names}
+        try:
+            for name in names:
+                setattr(torch.compiler, name, True)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(torch.compiler, name, value)
 
 
 def _input_role(descriptor: Any) -> Role:

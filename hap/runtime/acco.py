@@ -17,16 +17,18 @@ many bytes travel as in a step that exchanges once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hap.errors import ProgramError
 from hap.runtime.clipping import global_norm, scale_gradients
 from hap.runtime.lane import Beside, Running
-from hap.runtime.state import present_gradients
+from hap.runtime.stand_in import StandIn
 
 if TYPE_CHECKING:
     from hap.runtime.program import HapProgram
@@ -45,9 +47,10 @@ class Acco:
             loss = acco.step(**batch)                           # of the global batch, like program(**batch)
         acco.finish()
 
-    The program's own parameters are x, so that it is evaluated and saved as ever, after ``finish()``, which may be
-    called between any two steps; a copy of it computes. ``scheduler`` is stepped with every update, ``max_norm`` clips
-    each update's gradients, an estimate's, too.
+    The program's own parameters are x, so that it is evaluated, saved and given values as ever, after ``finish()``,
+    which may be called between any two steps; a copy of it computes. ``scheduler`` is stepped with every update,
+    ``max_norm`` clips each update's gradients, an estimate's, too. An optimizer's options count as they are when a half
+    is complete.
     """
 
     def __init__(
@@ -59,130 +62,159 @@ class Acco:
         max_norm: float | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     ) -> None:
-        """Collective. ``batches``: of an update, an even number. ProgramError: for an optimizer of other
-        parameters; for a program that ``program.compile()`` compiled."""
+        """Collective. ``batches``: of an update, an even number. ProgramError: for an optimizer of other parameters, or
+        that keeps parameters of its own; for ``ReduceLROnPlateau``; for parameters with hooks; for a program that
+        ``program.compile()`` compiled."""
         if batches < 2 or batches % 2:
             raise ProgramError(f"ACCO has two halves of a step's batches: an even number of them, not {batches}")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ProgramError("ReduceLROnPlateau needs a loss for its step(): step it by yourself, without scheduler=")
         _check_plain(program)
+        program.check_idle()
         self._shares = {name: p for name, p in program.named_parameters() if p.requires_grad}
-        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if given != {id(p) for p in self._shares.values()}:
+        if not _are_all_of(optimizer, self._shares):
             raise ProgramError("ACCO needs an optimizer of all of the program's trainable parameters, and no others")
         self._program, self._optimizer, self._scheduler = program, optimizer, scheduler
+        self._check_hooks()
         self._batches, self._max_norm = batches, max_norm
         self._copy = copy.deepcopy(program)
+        self._copy._alike = program._alike  # what either has looked at counts for both
         self._copies = dict(self._copy.named_parameters())
+        self._updated = {name: _like(share) for name, share in self._shares.items()}
+        self._stand_in = StandIn(optimizer, {share: self._updated[name] for name, share in self._shares.items()})
+        self._sharded = {slot.name for slot in program._tensors.slots if slot.layout is not None}
         self._comm = program._comm.another()
         self._beside = Beside(program.device, "acco")
         self._running: Running[Tensors] | None = None
         self._first: Tensors | None = None  # gradients of a step's first half
         self._computed = 0  # batches of the half under way
+        self.is_under_way = False  # something has been computed since the last finish()
+        self._failed = False
+        self._versions: list[int] = []
+        program._trainer = weakref.ref(self)
 
     def step(self, *args: Any, targets: Any = None, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one batch, this rank's share in; the loss of the global batch, detached. Collective.
 
         With the last batch of a half what was exchanged meanwhile is waited for, and the half's exchange begins.
+        ProgramError if the program was written to, or what is trained has changed, since the last ``finish()``.
         """
-        _check_plain(self._program)
-        self._copy.train(self._program.training)
-        self._copy._variants.learn(self._program._variants)
-        self._copy.random_seed = self._program.random_seed
-        with self._copy.no_sync():
-            loss = self._copy(*args, targets=targets, **kwargs)
+        program, copied = self._program, self._copy
+        _check_plain(program)
+        program.check_call(stacklevel=6)
+        if self._failed:
+            raise ProgramError("a batch under hap.Acco did not come to its end: acco.finish(), and go on")
+        if not self._computed:
+            self._check_same()
+        if not self.is_under_way:
+            self._begin()
+        copied.train(program.training)
+        copied._variants.learn(program._variants)
+        copied.random_seed = program.random_seed
+        with copied.no_sync():
+            loss = copied(*args, targets=targets, **kwargs)
+            self.is_under_way = self._failed = True
             (loss / self._batches).backward()
-        self._program.random_seed = self._copy.random_seed
+        program.random_seed, program._outputs = copied.random_seed, copied._outputs
         self._computed += 1
         if self._computed == self._batches // 2:
-            self._computed = 0
             self._install()
-            held, complete = self._taken()
-            work = partial(self._exchange, held, complete, self._first is None)
-            self._running = self._beside.submit(work, _tensors(held, complete))
+            self._submit()
+            self._computed = 0
+        self._failed = False
         return loss.detach()
 
     def finish(self) -> None:
         """Wait for what is under way. The program has the parameters of the last whole step, and the buffers and frozen
         parameters of the last batch; a half that waits for its second is dropped, and so are batches of one that is
         not complete. Collective."""
-        self._install()
-        self._copy.zero_grad()
-        self._first, self._computed = None, 0
-        with torch.no_grad():
-            for name, share in self._program.named_parameters():
-                copied = self._copies[name]
-                if name in self._shares:
-                    copied.copy_(share)
-                else:  # the forward pass may have changed it
-                    share.copy_(copied)
-            for buffer, used in zip(self._program.buffers(), self._copy.buffers(), strict=True):
-                buffer.copy_(used)
+        try:
+            self._install()
+        finally:
+            self._copy.zero_grad()
+            self._first, self._computed, self._failed = None, 0, False
+            if self.is_under_way:
+                self.is_under_way = False
+                frozen = [name for name in self._copies if name not in self._shares]
+                ours = (*map(self._program.get_parameter, frozen), *self._program.buffers())
+                theirs = (*map(self._copies.__getitem__, frozen), *self._copy.buffers())
+                _copy_all(ours, theirs)  # the forward pass may have changed them
+
+    def _begin(self) -> None:
+        """The copy computes with what the program has been given."""
+        _copy_all((*self._copy.parameters(), *self._copy.buffers()), self._written())
+        self._copy._uninitialised = self._program._uninitialised
+        self._versions = [tensor._version for tensor in self._written()]
+
+    def _written(self) -> tuple[torch.Tensor, ...]:
+        return *self._program.parameters(), *self._program.buffers()
 
     def _install(self) -> None:
         """What was made beside the last batches is what the next are computed at."""
         if self._running is None:
             return
+        running, self._running = self._running, None
         with self._program._comm.wire():
-            found, self._running = self._running.result(), None
+            first = running.result()
+        if [tensor._version for tensor in self._written()] != self._versions:
+            raise ProgramError("the program was written to while hap.Acco had batches under way: acco.finish() first")
+        is_update = self._first is not None
+        self._first = None if is_update else first
+        if is_update:
+            self._stand_in.take_over()
         with torch.no_grad():
-            for name, value in found.items():
+            for name, value in self._updated.items():
                 self._copies[name].copy_(value)
+                if is_update:
+                    self._shares[name].copy_(value)
+        if is_update:
+            self._versions = [tensor._version for tensor in self._written()]
+            if self._scheduler is not None:
+                self._scheduler.step()
 
-    def _taken(self) -> tuple[Held, Tensors]:
-        """What this rank has of a half's gradients: to be exchanged, and what is complete."""
+    def _submit(self) -> None:
+        """A half is complete: its exchange begins, by what goes for it now."""
+        self._check_same()
         held = self._copy._unsummed.take()
         complete = {name: p.grad for name, p in self._copies.items() if p.grad is not None}
         self._copy.zero_grad(set_to_none=True)
-        return held, complete
+        self._stand_in.prepare()
+        given = (*complete.values(), *self._updated.values(), *(t for local in held.values() for t in local.values()))
+        self._running = self._beside.submit(partial(self._exchange, held, complete, self._first), given)
 
-    def _exchange(self, held: Held, complete: Tensors, is_first: bool) -> Tensors:
-        """Beside the program: the parameters that the next batches are computed at."""
+    def _exchange(self, held: Held, complete: Tensors, first: Tensors | None) -> Tensors:
+        """Beside the program: the half's gradients. What the next batches are computed at is ``_updated`` then."""
         gradients = dict(complete)
         for step, local in held.items():
-            for name, found in step.sum_up(local, self._comm.like(step.comm)).items():
-                gradients[name] = gradients[name] + found if name in gradients else found
-        if is_first:
-            self._first = gradients
-            return self._estimated({name: 2 * gradient for name, gradient in gradients.items()})
-        assert self._first is not None
-        first, self._first = self._first, None
-        self._update(_sum(first, gradients))
-        if self._scheduler is not None:
-            self._scheduler.step()
-        return {name: share.detach().clone() for name, share in self._shares.items()}
-
-    def _estimated(self, gradients: Tensors) -> Tensors:
-        """What an update would make of the parameters. They stay, and what the optimizer keeps, also in its groups:
-        copies are updated."""
-        state, before = dict(self._optimizer.state), {name: share.data for name, share in self._shares.items()}
-        groups = [dict(group) for group in self._optimizer.param_groups]
-        for parameter, kept in state.items():
-            self._optimizer.state[parameter] = _copied(kept)
-        for group in self._optimizer.param_groups:
-            group.update(_copied({key: option for key, option in group.items() if key != "params"}))
-        for share in self._shares.values():
-            share.data = share.data.clone()
-        self._update(gradients)
-        found = {name: share.data for name, share in self._shares.items()}
-        for name, share in self._shares.items():
-            share.data = before[name]
-        self._optimizer.state.clear()
-        self._optimizer.state.update(state)
-        for group, options in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update(options)
-            for key in group.keys() - options.keys():
-                del group[key]
-        return found
-
-    def _update(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        for name, share in self._shares.items():
-            share.grad = gradients.get(name)
+            gradients = _sum(gradients, step.sum_up(local, self._comm.like(step.comm)))
+        counted = {n: 2 * g for n, g in gradients.items()} if first is None else _sum(first, gradients)
+        _copy_all(self._updated.values(), self._shares.values())
+        for name, parameter in self._updated.items():
+            parameter.grad = counted.get(name)
         if self._max_norm is not None:
-            present = present_gradients(self._program._tensors, self._program._shares)
+            present = [(p.grad, n in self._sharded) for n, p in self._updated.items() if p.grad is not None]
             total = global_norm(present, 2.0, self._comm)
             scale_gradients([gradient for gradient, _ in present], total, self._max_norm)
-        self._optimizer.step()
-        for share in self._shares.values():
-            share.grad = None
+        self._stand_in.step(keeps=first is not None)
+        for parameter in self._updated.values():
+            parameter.grad = None
+        return gradients
+
+    def _check_same(self) -> None:
+        trained = {name for name, p in self._program.named_parameters() if p.requires_grad}
+        if trained != self._shares.keys() or not _are_all_of(self._optimizer, self._shares):
+            raise ProgramError(
+                "what is trained is not what it was when this Acco was made (by requires_grad, or by the optimizer's "
+                "groups): finish(), and make a new Acco, with an optimizer of all trainable parameters"
+            )
+        self._check_hooks()
+
+    def _check_hooks(self) -> None:
+        own = self._program._unsummed.hooked
+        for name, share in self._shares.items():
+            later = share._post_accumulate_grad_hooks
+            if share._backward_hooks or (later and len(later) > (name in own)):
+                raise ProgramError(f"{name} has a hook on its gradient, and ACCO has gradients of a copy: leave it out")
 
 
 def _check_plain(program: HapProgram) -> None:
@@ -192,17 +224,22 @@ def _check_plain(program: HapProgram) -> None:
         raise ProgramError("ACCO updates in a thread of its own, which torch.compile disturbs: leave out compile()")
 
 
-def _copied(kept: Mapping[str, Any]) -> dict[str, Any]:
-    """With copies of what may be written in place."""
-    tensors = {key: value.clone() for key, value in kept.items() if isinstance(value, torch.Tensor)}
-    containers = {key: copy.deepcopy(value) for key, value in kept.items() if isinstance(value, (list, dict, set))}
-    return {**kept, **tensors, **containers}
+def _are_all_of(optimizer: torch.optim.Optimizer, shares: Mapping[str, torch.Tensor]) -> bool:
+    given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return given == {id(p) for p in shares.values()}
 
 
-def _tensors(held: Held, complete: Tensors) -> Iterator[torch.Tensor]:
-    yield from complete.values()
-    for local in held.values():
-        yield from local.values()
+def _like(share: torch.Tensor) -> nn.Parameter:
+    """With what others have set on it, which optimizers may go by."""
+    found = nn.Parameter(share.detach().clone())
+    vars(found).update(vars(share))
+    return found
+
+
+def _copy_all(targets: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
 
 
 def _sum(one: Tensors, other: Tensors) -> Tensors:

@@ -64,7 +64,7 @@ def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout
         if layout is not None and len(layout.sizes) > 1:
             mark(shares[name], Share(name, rank, layout))
     if not _hooked:
-        _hooked.append(register_optimizer_step_pre_hook(_before_step))
+        _hooked.append(register_optimizer_step_pre_hook(ask))
         watch_clipping(_before_clipping)
         watch_scaling(_before_scaling)
         watch_optimizer_states(stamp, check_loaded)
@@ -88,7 +88,9 @@ def _before_clipping(parameters: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def ask(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Once for its groups. ProgramError if it must not have what it was given; random numbers are drawn meanwhile, as
+    if none were."""
     groups = [(len(group["params"]), bool(group.get("weight_decay"))) for group in optimizer.param_groups]
     if _asked.get(optimizer) == groups:
         return

@@ -58,7 +58,7 @@ class Forgotten:
             copy = copies[name]
             self._copy = name, copy.detach(), weakref.ref(copy), copy._version
 
-    def look(self) -> None:
+    def look(self, stacklevel: int) -> None:
         """Before a step. ProgramError for a constant that has changed; the others are warned of."""
         for origin in self._origins:
             if origin.has_changed():
@@ -68,10 +68,10 @@ class Forgotten:
                     "with its values: make it a buffer, or what it belongs to (a teacher, a target network) a part of "
                     "the model, or give it as an input"
                 )
-        self._warn_of_copy(stacklevel=8)
-        self._warn_of_model()
+        self._warn_of_copy(stacklevel)
+        self._warn_of_model(stacklevel)
 
-    def _warn_of_model(self) -> None:
+    def _warn_of_model(self, stacklevel: int) -> None:
         """Before the first step. Later on who trains the model, too, or evaluates it, may write to it."""
         seen, self._model = self._model, []
         changed = [name for name, known, version in seen if getattr(known(), "_version", version) != version]
@@ -79,7 +79,7 @@ class Forgotten:
             warnings.warn(
                 f"{changed[0]} of the model was written to after it was compiled and before its program's first step, "
                 "which goes by the program's own: give it to program.load_state_dict()",
-                stacklevel=8,  # of torch's own are three
+                stacklevel=stacklevel,
             )
 
     def _warn_of_copy(self, stacklevel: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,12 +18,17 @@ from torch import nn
 from hap.errors import ProgramError
 from hap.runtime.forgotten import Forgotten
 
+if TYPE_CHECKING:
+    from hap.runtime.acco import Acco
+
 _IN_STEPS = (bool, int, float, complex, str, torch.Tensor)  # attributes that a step may go by
 Place = tuple[dict[str, Any], str, torch.Tensor]  # a module's own table, a name there, and what it has under it
 
 
 class Root(nn.Module):
     """What a program refuses because its parts are no layers. ``close`` ends the making of it."""
+
+    _trainer: weakref.ref[Acco] | None = None
 
     def close(self, model: nn.Module, places: Iterable[Place]) -> None:
         """From now on nothing is set that ``model`` has, and the program knows where it hung its tensors."""
@@ -40,10 +45,16 @@ class Root(nn.Module):
         found: Forgotten = self.__dict__["_hap_forgotten"]
         return found
 
+    def check_idle(self) -> None:
+        """ProgramError while ``Acco`` has batches under way: it has newer values, and would write over others."""
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is not None and trainer.is_under_way:
+            raise ProgramError("hap.Acco has batches of this program under way: acco.finish() first")
+
     @torch.compiler.disable
-    def check_call(self) -> None:
+    def check_call(self, stacklevel: int = 8) -> None:  # of torch's own are three
         """ProgramError if a call was given other parameters or buffers than the program's, or constants changed."""
-        self.forgotten.look()
+        self.forgotten.look(stacklevel)
         for table, name, tensor in self.__dict__["_hap_places"]:
             if table[name] is not tensor:
                 raise ProgramError(

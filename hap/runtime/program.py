@@ -119,6 +119,7 @@ class HapProgram(Root):
         memo[id(self)] = copied
         copied.__dict__ = copy.deepcopy(self.__dict__, memo)
         copied._mark_shards()
+        copied._trainer = None
         copied._unsummed, copied._alike = Unsummed(copied._shares), self._alike.without_state()
         return copied
 
@@ -179,6 +180,7 @@ class HapProgram(Root):
                 f"torch.autocast to {active} is active, and the program was compiled "
                 f"{'without it' if self._autocast is None else f'for {self._autocast}'}: call hap.compile inside of it"
             )
+        self.check_idle()
         self.check_call()
         call = self._variants.first.signature.call(args, targets, kwargs)
         variant = self._variants.choose(call, self.training)
@@ -297,6 +299,7 @@ class HapProgram(Root):
         """
         if args or kwargs:
             raise ProgramError("state_dict of a compiled program takes no arguments: it is the whole model's")
+        self.check_idle()
         whole, found = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for name, slot in self._tensors.state_names:
             if slot.name not in whole:
@@ -312,6 +315,7 @@ class HapProgram(Root):
         """
         if assign:
             raise ProgramError("assign=True is not possible: a program's parameters are shares of what is loaded")
+        self.check_idle()
         missing, unexpected = check_keys(self._tensors, state_dict)
         if strict and (missing or unexpected):
             raise ProgramError(f"state dict does not fit: missing {missing[:3]}, unexpected {unexpected[:3]}")
@@ -334,6 +338,7 @@ class HapProgram(Root):
         and tensors, alike on all ranks. ProgramError for parameters without values, and for an optimizer that keeps
         other things of a parameter in shards than numbers and tensors of its shape.
         """
+        self.check_idle()
         held, rest = self._held(), {"random_seed": self.random_seed, "extra": extra}
         if empty := [name for name in self._uninitialised if name in held]:
             raise ProgramError(f"{empty[0]} has no value (the model was on meta): nothing can be saved")
@@ -346,6 +351,7 @@ class HapProgram(Root):
         Every rank reads what it holds. Give the optimizers, over the same groups of parameters, that it was saved
         with; none to load the model alone. ProgramError, with nothing overwritten, if it does not fit.
         """
+        self.check_idle()
         rest = checkpoint.load(directory, self._held(), optimizers, self._everyone)
         self.random_seed, held = rest["random_seed"], self._held()
         self._uninitialised = tuple(name for name in self._uninitialised if name not in held)

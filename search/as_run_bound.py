@@ -11,10 +11,10 @@ with the weights, lines, variables and rows of ``relaxation``. For any lambda in
     T  >=  min over the relaxation's points of  lambda compute + (1 - lambda) wire
 
 and the lambda that makes it largest is found by cutting planes: every solution is a line in lambda, which bounds what
-any lambda can gain from above. The passes may fold a bias into its product, and zeros into what is written among them,
-so what may be such a call counts as nothing. They bundle what is small: a bundle of no more than ``LIMIT_BYTES`` costs,
-of its members, each the part that its bytes are of that limit. What an all-to-all between shards carries may be
-nothing; its latency and its copies count.
+any lambda can gain from above. The passes may fold a bias into its product, with a view between the two, zeros into
+what is written among them, and the cast that widens a sum over hosts into the sum, so what may be such a call counts as
+nothing. They bundle what is small: a bundle of no more than ``LIMIT_BYTES`` costs, of its members, each the part that
+its bytes are of that limit. What an all-to-all between shards carries may be nothing; its latency and its copies count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hap.conversion import collective_kind
 from hap.cost_models.collective import candidates, collective_coefficients
 from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
-from hap.graph import Graph, Node, Value
+from hap.graph import CAST, Graph, Node, Value
 from hap.hosts_sum import HOSTS_SUM
 from hap.plan import Collective
 from hap.search.bound import computes_like
@@ -42,6 +42,7 @@ from hap.search.wires import GRID
 
 SOLVED = 5  # programs
 WORTH = 1e-3  # of the bound: no further lambda is tried for less
+ADD, VIEW = "aten.add.Tensor", "aten.view.default"
 
 
 def as_run_bound_s(facts: Facts) -> float | None:
@@ -85,16 +86,24 @@ def _most_promising(points: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def may_be_folded(graph: Graph, node: Node) -> bool:
-    """Whether it adds a bias to a product, or makes zeros that something is written among, as far as can be told before
-    it is known what is in between."""
+    """Whether it adds a bias to a product, stands between the two as a view, makes zeros that something is written
+    among, or widens a sum over hosts, as far as can be told before it is known what is in between."""
+    if node.op == VIEW:
+        return any(user.op == ADD and may_be_folded(graph, user) for user in _readers(graph, node))
+    if node.op == CAST:
+        return graph.by_name[node.inputs[0].node].op == HOSTS_SUM
     if node.op == "aten.zeros_like.default":
-        return any(user.op == "aten.scatter.src" for user, _ in graph.users.get(Value(node.name, 0), ()))
-    if node.op != "aten.add.Tensor" or len(node.inputs) != 2:
+        return any(user.op == "aten.scatter.src" for user in _readers(graph, node))
+    if node.op != ADD or len(node.inputs) != 2:
         return False
     product, bias = (graph.by_name[v.node] for v in node.inputs)
-    if product.op == "aten.view.default":
+    if product.op == VIEW:
         product = graph.by_name[product.inputs[0].node]
     return product.op == "aten.mm.default" and len(graph.meta(node.inputs[1]).shape) == 1 and bias is not product
+
+
+def _readers(graph: Graph, node: Node) -> list[Node]:
+    return [user for user, _ in graph.users.get(Value(node.name, 0), ())]
 
 
 @dataclass(eq=False)

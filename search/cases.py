@@ -31,7 +31,7 @@ from hap.fabric import Array
 from hap.placement import Shard
 from hap.search.boxes import Boxes
 from hap.search.crossing import Box
-from hap.search.flows import RADIUS
+from hap.search.flows import RADIUS, Flows
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import DUAL_STEPS, OFF, KeptSolver, Solution, fill_matrix, seeded, solve_once
@@ -68,7 +68,7 @@ class Cases:
         if batch is None or facts.cluster.world_size == 1:
             return None
         relaxed = relaxation(facts)
-        shared = find_shared(facts, facts.colours[RADIUS])
+        shared = find_boxed(facts, facts.colours[RADIUS])
         if relaxed.seconds is None or batch[0] not in shared:
             return None
         others = [] if alone else [group for group in find_main(facts, shared) if group != batch[0]]
@@ -134,6 +134,18 @@ def find_shared(facts: Facts, types: Mapping[str, int]) -> dict[str, int]:
                 if p.group != q.group:
                     apart |= {p.group, q.group}
     return {group: n for group, n in found.items() if group not in apart}
+
+
+def find_boxed(facts: Facts, types: Mapping[str, int]) -> dict[str, int]:
+    """Those of ``find_shared`` that mean the same for all values of a class, too, whose conversions the relaxation
+    counts together: they are priced by the groups of the first."""
+    flows, apart = Flows.of(facts), set[str]()
+    for one, *others in flows.reads():
+        for pairs in (zip(flows.ends(other), flows.ends(one), strict=True) for other in others):
+            for p, q in pairs:
+                if isinstance(p, Shard) and isinstance(q, Shard) and p.group != q.group:
+                    apart |= {p.group, q.group}
+    return {group: n for group, n in find_shared(facts, types).items() if group not in apart}
 
 
 def find_main(facts: Facts, shared: Iterable[str]) -> list[str]:

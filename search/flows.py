@@ -81,7 +81,7 @@ class Flows(Rows):
         self.kept: list[tuple[int, int]] = []  # copies that both passes read, and bytes of one
         self.most_kept = 0  # bytes of all of them
         self._types()
-        for reads in self._reads():
+        for reads in self.reads():
             self._value(reads)
 
     @cached_property
@@ -104,7 +104,14 @@ class Flows(Rows):
             self.options += [(v, self.count[a], name, i) for i, v in enumerate(self.x[a])]
             self._row("one", 1.0, 1.0, [(v, 1.0) for v in self.x[a]])
 
-    def _reads(self) -> Sequence[Sequence[Sequence[Read]]]:
+    def ends(self, reads: Sequence[Read]) -> tuple[Placement | None, ...]:
+        """Between which a value of these ``reads`` is converted: those that it is produced in, and wanted in, in the
+        order in which those of another value of its class are."""
+        value, wants = reads[0].value, {r.number: r.wants for r in reads}
+        produced = (s.outputs[reads[0].index] for s in self.facts.candidates[value.node])
+        return (*produced, *(p for number in sorted(wants) for p in wants[number]))
+
+    def reads(self) -> Sequence[Sequence[Sequence[Read]]]:
         """The reads of the values of every class."""
         classes: dict[object, list[Sequence[Read]]] = {}
         for value, users in self.facts.every_read.items():

@@ -24,7 +24,7 @@ from hap.placement import parse_placement
 from hap.plan import Plan
 from hap.search.bound import computes_like, device_classes
 from hap.search.prices import Facts
-from hap.search.relaxation import lower_bound, relaxation
+from hap.search.relaxation import around_s, lower_bound, relaxation
 
 
 class GapTerms(NamedTuple):
@@ -40,14 +40,15 @@ class GapTerms(NamedTuple):
 def gap_terms(facts: Facts, plan: Plan) -> GapTerms | None:
     """The terms of a plan for ``facts``, which are of the devices that it is for; None if nothing was proved for it."""
     p, n, own = plan.predicted, facts.cluster.world_size, lower_bound(facts)
-    if p.lower_bound_s is None or n == 1 or own is None:
+    if p.lower_bound_s is None or n == 1:
         return None
     relaxed = relaxation(facts)
     kinds, _ = device_classes(facts.cluster)
     numbers = [computes_like(d) for d in kinds]
     of = [numbers.index(computes_like(d)) for d in facts.cluster.devices]
     weighted = float(relaxed.weight[of] @ np.array(p.compute_s))
-    compute = sum(relaxed.node_s(name, facts.candidates[name].index(plan.strategy(name))) for name in plan.strategies)
+    compute = around_s(facts, relaxed.weight.tolist())
+    compute += sum(relaxed.node_s(name, facts.candidates[name].index(plan.strategy(name))) for name in plan.strategies)
     wire, slices = 0.0, 0.0
     for c in plan.conversions:
         source, target = parse_placement(c.source), parse_placement(c.target)

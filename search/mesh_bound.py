@@ -21,11 +21,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from hap.cluster import ClusterSpec
 from hap.cost_models.compute import DEFAULT_MODEL, parts_seconds, split_work
-from hap.cost_models.evaluate import update_seconds
+from hap.cost_models.evaluate import UpdateTable
+from hap.cost_models.optimizers import update_flops
 from hap.cost_models.work import OpClass, node_work
 from hap.graph import Graph
 from hap.hosts_sum import outward_bytes
@@ -54,12 +56,17 @@ def least_s(graph: Graph, cluster: ClusterSpec, optimizer: str, batches: int = 1
 
 
 def _updates_s(graph: Graph, cluster: ClusterSpec, optimizer: str, of_kind: Mapping[object, float]) -> float:
-    """Of every host's update, weighted. ``of_kind``: the weight of one device of each kind."""
-    whole = update_seconds(graph, {n.name: replicated(n) for n in graph.nodes}, {}, cluster, optimizer)
-    weighted: dict[str, list[float]] = {}
-    for d in cluster.devices:
-        weighted.setdefault(d.host, []).append(of_kind[computes_like(d)] * float(whole[d.rank]))
-    return sum(map(min, weighted.values()))
+    """Of every host's update, weighted, each parameter where its host has it at the least weight. ``of_kind``: the
+    weight of one device of each kind."""
+    trained = [n for n in graph.sources("parameter") if n.target in graph.gradients]
+    if not trained:
+        return 0.0
+    flops = np.array([[update_flops(optimizer, graph, n)] for n in trained])
+    nbytes = np.array([[float(n.meta.nbytes)] for n in trained])
+    weights = np.array([of_kind[computes_like(d)] for d in cluster.devices])
+    whole = UpdateTable(cluster, optimizer).seconds(nbytes.repeat(cluster.world_size, axis=1), flops) * weights
+    hosts = [[d.rank for d in cluster.devices if d.host == h.name] for h in cluster.hosts]
+    return sum(float(whole[:, ranks].min(axis=1).sum()) for ranks in hosts)
 
 
 def sums_s(graph: Graph, cluster: ClusterSpec) -> float:

@@ -16,7 +16,7 @@ from hap.placement import Shard, Sizes
 from hap.rules.choices import Choices
 from hap.search import plan_graph
 from hap.search.boxes import Boxes, _dealt
-from hap.search.cases import BOXES, Cases, _Bounds, find_batch, find_main, find_shared
+from hap.search.cases import BOXES, Cases, _Bounds, find_batch, find_boxed, find_main
 from hap.search.crossing import Box, Fractions, crossing_s, of_host
 from hap.search.pins import Pins
 from hap.search.prices import Facts
@@ -55,7 +55,7 @@ def cases(devices: ClusterSpec, found: Choices | None = None, *, alone: bool = T
     facts = Facts(found.graph, found.strategies, devices, "adamw")
     relaxed, batch = relaxation(facts), find_batch(facts)
     assert batch is not None and relaxed.seconds is not None
-    shared = find_shared(facts, relaxed.fine)
+    shared = find_boxed(facts, relaxed.fine)
     others = [] if alone else [(g, shared[g]) for g in find_main(facts, shared) if g != batch[0]]
     return _Bounds(Boxes(facts, relaxed, (batch, *others)))
 
@@ -365,8 +365,8 @@ def test_groups_of_single_layers_have_no_boxes() -> None:
     found = mlp(batch=8, width=8, layers=12)
     facts = Facts(found.graph, found.strategies, cluster((10, "16GB"), (5, "16GB")), "adamw")
     relaxed, batch = relaxation(facts), find_batch(facts)
-    assert batch is not None and batch[0] in find_shared(relaxed.facts, relaxed.fine)
-    assert 0 < len(find_shared(relaxed.facts, relaxed.fine)) < len(found.groups)
+    assert batch is not None and batch[0] in find_boxed(relaxed.facts, relaxed.fine)
+    assert 0 < len(find_boxed(relaxed.facts, relaxed.fine)) < len(found.groups)
 
 
 def _raised_s(facts: Facts, known_s: float, enough_s: float) -> float:

@@ -12,6 +12,7 @@ from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.complex_numbers import fft_c2c, fft_c2r, fft_r2c, view_as_complex, view_as_real
 from hap.ctc import ctc, ctc_backward
+from hap.determinant import det, slogdet
 from hap.draws import bernoulli, rand, randint, randn
 from hap.dropout import dropout
 from hap.errors import ProgramError
@@ -45,6 +46,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten._fft_c2c.default": fft_c2c,
     "aten._fft_c2r.default": fft_c2r,
     "aten._fft_r2c.default": fft_r2c,
+    "aten._linalg_det.default": det,
+    "aten._linalg_slogdet.default": slogdet,
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten.view.default": torch.ops.aten.reshape.default,

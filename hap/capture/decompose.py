@@ -76,6 +76,8 @@ def decompositions() -> dict[OpOverload, Callable[..., Any]]:
     table[aten.round.decimals] = _round
     table[aten.diagonal_copy.default] = _diagonal_copy
     table[aten._cdist_backward.default] = _cdist_backward
+    table[aten._linalg_det.default] = _det
+    table[aten._linalg_slogdet.default] = _slogdet
     table[aten.empty.memory_format] = _empty
     table[aten.empty_like.default] = _empty_like
     table[aten.new_empty.default] = _new_empty
@@ -215,6 +217,20 @@ def _cdist_backward(grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: flo
     before."""
     shape = (*grad.shape[:-2], *a.shape[-2:])
     return NotImplemented if a.shape == shape else aten._cdist_backward(grad, a.expand(shape), b, p, found)
+
+
+def _det(a: torch.Tensor) -> Any:
+    return aten._linalg_det(a.mT.contiguous()) if _factors_itself(a) else NotImplemented
+
+
+def _slogdet(a: torch.Tensor) -> Any:
+    return aten._linalg_slogdet(a.mT.contiguous()) if _factors_itself(a) else NotImplemented
+
+
+def _factors_itself(a: torch.Tensor) -> bool:
+    """Whether the gradient of the determinant takes the factors for those of ``a``, which lies so that PyTorch returns
+    them. In a graph they are of what is the transpose of the argument: ``hap.determinant``."""
+    return not a.is_contiguous() and not a.is_complex()
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -8,10 +8,7 @@
 - The CTC loss keeps a table whose size values tell: ``hap.ctc``.
 - Distances of all pairs of rows are those of all rows to all, above the diagonal.
 - What is written on a diagonal, in place, is ``where``; PyTorch writes through the memory's strides.
-- Covariances, and correlations, look whether there are observations enough, which is a matter of shapes where none is
-  weighted. With weights they are left, and refused.
-- Decompositions, inverses and solutions of linear systems look whether the matrix has one, and raise an error if not.
-  Here what there is none of is NaN.
+- Of matrices: ``hap.capture.matrices``.
 - The margin loss of several labels, as PyTorch takes it apart, counts places behind the last label as the first class.
 - The Gaussian loss looks at its variances, whether they are negative; values are not known while a program is made.
 - Padding by reflection or by the last value takes the first dim for the batch, or none where there are no more dims
@@ -20,6 +17,7 @@
   write at places it can be dealt out by nothing, as places are counted over the whole, and a value's gradient has a
   size that depends on the mask. ``x[mask]`` that is read is ``Selected``, and so is what is read at all places of a
   mask (``mask.nonzero()``).
+- What no step can have is refused, with what to write instead: ``hap.capture.refused``.
 """
 
 from __future__ import annotations
@@ -34,9 +32,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from hap.capture.known import Known
+from hap.capture.matrices import OF_MATRICES
 from hap.capture.memory import SET_DATA, set_data
 from hap.capture.outside import Outside
 from hap.capture.places import Place, as_mask, holds_places, places
+from hap.capture.refused import COUNTING, REFUSED, explained
 from hap.capture.routed import Owed, Routed
 from hap.capture.routes import Routes
 from hap.capture.rows import Rows
@@ -90,7 +90,8 @@ class Respelled(TorchFunctionMode):
         has_size = func in _SIZED_BY_VALUES and self._known.all_of(asked)
         found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD and not has_size else None
         if found is None:
-            found = self._known.call(func, args, kwargs)
+            with explained(func):
+                found = self._known.call(func, args, kwargs)
             self._sames.note(func, args, kwargs, found)
             self._routes.note(func, args, kwargs, found)
         return found
@@ -189,50 +190,6 @@ def _fill_diagonal(x: torch.Tensor, fill_value: bool | int | float, wrap: bool =
 def _like_elements(x: torch.Tensor, value: bool | int | float) -> bool | int | float:
     """``where`` would take whole numbers to floating point first, where large ones are rounded."""
     return int(value) if isinstance(value, float) and not (x.is_floating_point() or x.is_complex()) else value
-
-
-def _covariance(
-    input: torch.Tensor,
-    *,
-    correction: int = 1,
-    fweights: torch.Tensor | None = None,
-    aweights: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """``input`` (variables, observations), or the observations of one variable."""
-    if fweights is not None or aweights is not None or input.dim() > 2 or not input.numel():
-        return None
-    rows = input.view(1, -1) if input.dim() < 2 else input
-    apart = rows - rows.sum(1, keepdim=True) / rows.shape[1]
-    return (apart @ apart.mH / max(rows.shape[1] - correction, 0)).squeeze()
-
-
-def _correlation(input: torch.Tensor) -> torch.Tensor | None:
-    found = _covariance(input)
-    if found is None or found.is_complex():
-        return None
-    if not found.dim():
-        return found / found
-    deviation = found.diag().sqrt()
-    return (found / deviation[:, None] / deviation).clip(-1, 1)
-
-
-def _cholesky(A: torch.Tensor, *, upper: bool = False, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    return _or_nan(*torch.linalg.cholesky_ex(A, upper=upper)) if out is None else None
-
-
-def _inverse(input: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor | None:
-    return _or_nan(*torch.linalg.inv_ex(input)) if out is None else None
-
-
-def _solution(
-    A: torch.Tensor, B: torch.Tensor, *, left: bool = True, out: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    return _or_nan(*torch.linalg.solve_ex(A, B, left=left)) if out is None else None
-
-
-def _or_nan(found: torch.Tensor, failed: torch.Tensor) -> torch.Tensor:
-    """``failed`` (...) says of every matrix of ``found`` (..., n, m), or vector (..., n), where there is none."""
-    return torch.where(failed.view(*failed.shape, *(1,) * (found.dim() - failed.dim())) == 0, found, math.nan)
 
 
 def _multilabel_margin(
@@ -364,9 +321,11 @@ def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int]
 _READ_BY_MASK = (torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select)
 _BY_MASK = (*_READ_BY_MASK, torch.Tensor.__setitem__)
 _FINDING = (torch.Tensor.nonzero, torch.nonzero, torch.Tensor.argwhere, torch.argwhere, torch.where)
-_SIZED_BY_VALUES = (*_READ_BY_MASK, *_FINDING)  # what they make, unless that is known
+_SIZED_BY_VALUES = (*_READ_BY_MASK, *_FINDING, *COUNTING)  # what they make, unless that is known
 _SELECTING = (torch.Tensor.index_select, torch.index_select)
 _INSTEAD: Mapping[Any, Instead] = {
+    **REFUSED,
+    **OF_MATRICES,
     torch.Tensor.__getitem__: _read,
     torch.Tensor.__setitem__: _written,
     torch.Tensor.masked_select: _masked_select,
@@ -378,15 +337,6 @@ _INSTEAD: Mapping[Any, Instead] = {
     torch.where: _where,
     torch.pdist: _pair_distances,
     torch.Tensor.fill_diagonal_: _fill_diagonal,
-    torch.Tensor.cov: _covariance,
-    torch.cov: _covariance,
-    torch.Tensor.corrcoef: _correlation,
-    torch.corrcoef: _correlation,
-    torch.linalg.cholesky: _cholesky,
-    torch.linalg.inv: lambda A, *, out=None: _inverse(A, out=out),
-    torch.inverse: _inverse,
-    torch.Tensor.inverse: _inverse,
-    torch.linalg.solve: _solution,
     torch.Tensor.stft: _stft,
     torch.stft: _stft,
     functional.pad: _padded,

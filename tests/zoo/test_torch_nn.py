@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional, modules
 
 from hap.capture import capture, interpret, source_values
-from hap.capture.respell import _correlation, _covariance
+from hap.capture.matrices import _correlation, _covariance
 from hap.codegen.lowering import lower
 from hap.errors import HapError
 from hap.graph import Value

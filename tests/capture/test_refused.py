@@ -1,0 +1,72 @@
+"""What a step cannot have is refused at the user's line, with what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+
+from hap.capture import capture
+from tests.capture.test_refusals import Block, refusal
+
+IMAGES = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+
+
+def ascends(module: Block, y: torch.Tensor) -> torch.Tensor:
+    y.sum().backward()
+    return y.sum()
+
+
+def counts(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return y.sum() * torch.bincount(y.argmax(1), minlength=3).sum()
+
+
+def counts_its_own(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return y.sum() * y.argmax(1).bincount(minlength=3).sum()
+
+
+def packs(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return rnn.pack_padded_sequence(y, [2, 1], batch_first=True, enforce_sorted=False).data.sum()
+
+
+@pytest.mark.parametrize(
+    ("then", "instead"),
+    [
+        (ascends, "use torch.autograd.grad there"),
+        (counts, "use one_hot(y, K).sum(0), with weights torch.zeros(K).index_add(0, y, weights)"),
+        (counts_its_own, "use one_hot(y, K).sum(0)"),
+        (packs, "give the layer the padded one"),
+    ],
+)
+def test_what_to_write_instead(then: Callable[[Block, torch.Tensor], torch.Tensor], instead: str) -> None:
+    said = refusal(nn.Sequential(Block(then)))
+    assert instead in said and f"at {__file__}:" in said and "in module '0'" in said
+    assert "boolean index" not in said and "mirrored" not in said
+
+
+def test_what_is_known_is_counted() -> None:
+    capture(Block(lambda module, y: (y * torch.bincount(torch.tensor([0, 1, 2, 2]))).sum()), torch.randn(2, 3))
+
+
+class Flat(nn.Module):
+    """Channels last in memory alone: what eager PyTorch views there has another order in a step."""
+
+    def __init__(self, flat: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.flat = nn.Linear(3, 5), flat
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.flat(x.permute(0, 2, 3, 1))).square().sum()
+
+
+def test_views_that_need_a_memory_format() -> None:
+    for flat in (lambda x: x.view(-1, 3), lambda x: x.view_as(torch.zeros(32, 3))):
+        Flat(flat)(IMAGES)
+        said = refusal(Flat(flat), IMAGES)
+        assert "inputs and parameters are contiguous, never channels_last; use reshape" in said and __file__ in said
+    capture(Flat(lambda x: x.reshape(-1, 3)), IMAGES)
+    wrong = refusal(Flat(lambda x: x.view(-1, 7)), IMAGES)
+    assert "channels_last" not in wrong and "is invalid for input of size 96" in wrong

@@ -89,7 +89,7 @@ class Issue:
     kind: str
     seconds: float
     ahead_s: Array | None = None
-    stream: Literal["wire", "hosts"] = "wire"
+    stream: Literal["wire", "hosts", "hosts at once"] = "wire"
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """One step of several hosts that sum tensors over each other: a mesh of two axes, played.
 
 Each host's ranks and collectives are its own, as ``timeline`` plays them. A sum over hosts takes all of them: it begins
-when the last host has come to it, and the one before it has ended, and lasts as long as on the host where it is
-longest. All hosts have the same sums in the same order. In a host's events such a sum is an ``Issue`` on the stream
-``hosts``, or a ``Local`` of its name, for which the host waits at once; if one host does, all do.
+when the last host has come to it, and lasts as long as on the host where it is longest. All hosts have the same sums in
+the same order. In a host's events such a sum is an ``Issue`` on the stream ``hosts``, or a ``Local`` of its name, for
+which the host waits at once; if one host does, all do. Sums that nobody waits for before the step ends are one after
+another, in lanes of their own: those in between do not wait for them (that they share the network is left out).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Final, NamedTuple
 from hap.cost_models.sequence import Local
 from hap.cost_models.timeline import Await, Event, Issue, Player, Span, Timeline
 
-HOSTS: Final = "hosts"  # the stream of sums
+HOSTS: Final = "hosts"  # the stream of sums that nobody waits for
+AT_ONCE: Final = "hosts at once"
 
 
 class _Place(NamedTuple):
@@ -65,11 +67,12 @@ def play_together(
     hosts = [_Host(Player(len(names)), of_one, late) for of_one, names in zip(events, devices, strict=True)]
     for reached in zip(*(host.sums(sums) for host in hosts), strict=True):
         assert len({event.name for event in reached}) == 1, "hosts make their sums in one order"
-        ready = [host.player.ready(HOSTS) for host in hosts]
+        stream = HOSTS if reached[0].name in late else AT_ONCE
+        ready = [host.player.ready(stream) for host in hosts]
         last = max(range(len(hosts)), key=lambda h: ready[h][0])
         seconds = max(event.seconds for event in reached)
         for host, event in zip(hosts, reached, strict=True):
-            host.sum(replace(event, seconds=seconds), ready[last][0], _Place(last, ready[last][1]))
+            host.sum(replace(event, seconds=seconds, stream=stream), ready[last][0], _Place(last, ready[last][1]))
     return _joined(hosts, devices)
 
 

@@ -38,9 +38,10 @@ class HostPart(_Frozen):
 
 
 class MeshPrediction(_Frozen):
-    """Seconds. ``step_s`` has nothing overlap, ``overlapped_s`` is the step as it is run, ``sums_s`` what sums over
-    hosts take of the first. ``lower_bound_s``: what the first takes at least on these two axes, however the batch is
-    dealt out to these hosts. ``arithmetic_s``: all arithmetic, perfectly dealt out; no plan of any mesh is faster."""
+    """Seconds. ``step_s`` is the slowest host's step with nothing overlapped, without what hosts wait for each other;
+    ``overlapped_s`` all hosts' step as it is run, with that; ``sums_s`` what sums over hosts take of the first.
+    ``lower_bound_s``: what the first takes at least on these two axes, however the batch is dealt out to these hosts.
+    ``arithmetic_s``: all arithmetic, perfectly dealt out; no plan of any mesh is faster."""
 
     step_s: float = pydantic.Field(ge=0)
     overlapped_s: float | None = pydantic.Field(default=None, ge=0)

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
 import numpy as np
 
 from hap.cluster import ClusterSpec
+from hap.codegen.accumulate import find_accumulation
 from hap.codegen.passes.runner import Pass, run_passes, standard_passes
 from hap.codegen.program import Convert, Program
 from hap.cost_models.collective import best_decomposition
 from hap.cost_models.compute import Calls, ComputeTable
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.timeline import Event, Timeline, play
+from hap.fabric import Array
 from hap.graph import Graph
 from hap.placement import REPLICATE, Shard
 from hap.plan import Plan
@@ -34,7 +36,7 @@ from hap.rules.choices import replicated
 from hap.search.found import Found
 from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
-from hap.search.score import Times, score_of
+from hap.search.score import Times, adding_seconds, score_of
 from hap.search.starts import EVERYTHING
 from hap.search.strategies import Chooser
 from hap.search.tempo import played_s, program_key
@@ -69,11 +71,34 @@ def played_events(
 ) -> Iterator[Event]:
     """What happens in that step, in order."""
     rewritten = run_passes(program, default_passes(program, cluster), off=off).program
+    return _events(graph, plan, rewritten, cluster, _update_s(graph, plan, cluster))
+
+
+def batches_events(
+    graph: Graph, plan: Plan, program: Program, cluster: ClusterSpec
+) -> tuple[list[Event], list[Event] | None]:
+    """What happens in a step's last batch and, if there are such, in one before it, with what it takes to add up."""
+    rewritten = run_passes(program, default_passes(program, cluster), verify=False).program
+    update_s = _update_s(graph, plan, cluster)
+    if plan.gradient_accumulation_steps == 1:
+        return list(_events(graph, plan, rewritten, cluster, update_s)), None
+    first, held = find_accumulation(rewritten).first, rewritten.held
+    before = replace(rewritten, backward=first.instructions, gradients=first.gradients)
+    local = tuple((held[n].meta.nbytes, held[n].placement) for n in first.local)
+    adding_s = adding_seconds(local, cluster, program.sizes)
+    last = _events(graph, plan, rewritten, cluster, adding_s + update_s)
+    return list(last), list(_events(graph, plan, before, cluster, adding_s))
+
+
+def _update_s(graph: Graph, plan: Plan, cluster: ClusterSpec) -> Array:
     strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
-    optimizer = plan.provenance.optimizer
+    return update_seconds(graph, strategies, plan.sizes, cluster, plan.provenance.optimizer)
+
+
+def _events(graph: Graph, plan: Plan, rewritten: Program, cluster: ClusterSpec, ending_s: Array) -> Iterator[Event]:
+    strategies = {node.name: plan.strategy(node.name) for node in graph.nodes}
     score = score_of(rewritten, graph, strategies, Calls(graph), measured=ComputeTable(cluster.devices).is_measured)
-    update_s = update_seconds(graph, strategies, program.sizes, cluster, optimizer)
-    times = Times.of(score, [w.decomposition for w in score.works], cluster, program.sizes, update_s)
+    times = Times.of(score, [w.decomposition for w in score.works], cluster, rewritten.sizes, ending_s)
     return score.events(times)
 
 

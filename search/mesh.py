@@ -6,7 +6,10 @@
    wire takes; ``plan_graph`` plans it on the host's devices. Hosts with equal devices and parts share a plan, or its
    decisions where their graphs differ in their places in the batch.
 3. *Again.* A host's step without the sums says how fast it is with the strategies that were found: the batch is dealt
-   out in proportion to that, while the slowest host gets faster.
+   out in proportion to that, while the step gets shorter.
+
+The step as it is run is that of all hosts' programs played together, as they wait for each other at every sum; with
+nothing overlapped it is the slowest host's, played alone.
 
 The sums take what the slowest way out or in of any host allows, as all wait for each other. No bound of one axis goes
 for two; ``mesh_bound`` has one that does.
@@ -25,6 +28,8 @@ import numpy as np
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
 from hap.cost_models.compute import Calls, parts_seconds
+from hap.cost_models.timeline import Event
+from hap.cost_models.together import play_together
 from hap.deferral import Batches
 from hap.errors import InfeasibleError, PlanError
 from hap.fabric import Fabric
@@ -35,6 +40,7 @@ from hap.placement import Placement, Shard, Sizes
 from hap.plan import GroupPlan, Plan, Strategy
 from hap.rules.choices import Choices, choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
+from hap.search.judge import batches_events
 from hap.search.limits import Effort
 from hap.search.mesh_bound import arithmetic_s, least_s, slowest_rate, speeds, sums_s
 from hap.search.planner import check_batches, plan_graph
@@ -123,16 +129,14 @@ def _longest_s(fabric: Fabric, ranks: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class _Dealt:
-    """One way to deal the batch out: every host's plan, its step, and what of it are sums over hosts."""
+    """One way to deal the batch out: every host's plan, its step, what of it are sums over hosts, and the step of all
+    as it is run, in which hosts wait for each other."""
 
     batches: Sizes
     plans: tuple[Plan, ...]
     step_s: tuple[float, ...]
     sums_s: tuple[float, ...]
-
-    @property
-    def as_run_s(self) -> float:
-        return max(plan.predicted.as_run_s for plan in self.plans)
+    as_run_s: float
 
     @property
     def stopped(self) -> bool:
@@ -181,6 +185,7 @@ class _Mesh:
     effort: Effort
     count: int  # of batches of a step
     _plans: dict[object, dict[str, tuple[Plan, float] | None]] = field(default_factory=dict)  # by graph's fingerprint
+    _events: dict[int, tuple[list[Event], list[Event] | None]] = field(default_factory=dict)  # by decisions
 
     @property
     def graph(self) -> Graph:
@@ -220,23 +225,44 @@ class _Mesh:
                 raise PlanError(
                     f"of a batch of {batch} host {name!r} would get nothing: leave it out, or give a larger batch"
                 )
-            found = [self._inside(h, batches) for h in range(len(hosts))]
+            graphs = [host_graph(self.graph, self.strategies, {BATCH: batches}, h, s.size) for h, s in enumerate(hosts)]
+            found = [self._inside(h, graphs[h], batches[h]) for h in range(len(hosts))]
             for room, size, inside in zip(rooms, batches, found, strict=True):
                 room.saw(size, inside is not None)
             fitting = [inside for inside in found if inside is not None]
             if len(fitting) == len(hosts):
                 plans, sums_s = (tuple(column) for column in zip(*fitting, strict=True))
-                return _Dealt(batches, plans, tuple(p.predicted.step_s for p in plans), sums_s)
+                step_s = tuple(p.predicted.step_s for p in plans)
+                return _Dealt(batches, plans, step_s, sums_s, self._as_run_s(graphs, plans))
 
-    def _inside(self, host: int, batches: Sizes) -> tuple[Plan, float] | None:
+    def _as_run_s(self, graphs: Sequence[Graph], plans: Sequence[Plan]) -> float:
+        """The step of all hosts as it is run, played together; of several batches the mean of those before the last
+        one and that. Hosts of the same decisions do the same at the same time, so one of them is played. Where a host's
+        part is too large to be played, the slowest host's step."""
+        alone_s = max(plan.predicted.as_run_s for plan in plans)
+        if any(plan.predicted.overlapped_s is None for plan in plans):
+            return alone_s
+        lasts, befores, names = [], [], []
+        for key, (plan, host) in {id(plan.strategies): (plan, h) for h, plan in enumerate(plans)}.items():
+            part = host_cluster(self.cluster, host)
+            if key not in self._events:
+                self._events[key] = batches_events(graphs[host], plan, lower(graphs[host], plan), part)
+            last, before = self._events[key]
+            lasts.append(last)
+            befores.append(before or [])
+            names.append(tuple(d.name for d in part.devices))
+        sums = frozenset(node.name for node in summed(graphs[0]))
+        last_s = play_together(lasts, names, sums).step_s
+        before_s = play_together(befores, names, sums).step_s if self.count > 1 else 0.0
+        return max(alone_s, ((self.count - 1) * before_s + last_s) / self.count)
+
+    def _inside(self, host: int, graph: Graph, batch: int) -> tuple[Plan, float] | None:
         """A host's plan for its part, and the seconds of the sums over hosts in it; None if it does not fit."""
-        spec = self.cluster.hosts[host]
-        graph = host_graph(self.graph, self.strategies, {BATCH: batches}, host, spec.size)
-        key = (spec.model_dump_json(include={"devices", "link"}), batches[host])
+        key = (self.cluster.hosts[host].model_dump_json(include={"devices", "link"}), batch)
         known = self._plans.setdefault(key, {})
         if graph.fingerprint not in known:
             part = host_cluster(self.cluster, host)
-            known[graph.fingerprint] = _taken_over(known.values(), graph) or self._search(graph, part, batches[host])
+            known[graph.fingerprint] = _taken_over(known.values(), graph) or self._search(graph, part, batch)
         return known[graph.fingerprint]
 
     def _search(self, graph: Graph, part: ClusterSpec, batch: int) -> tuple[Plan, float] | None:

@@ -159,12 +159,16 @@ class Apart(NamedTuple):
     local: tuple[tuple[int, Placement], ...]
 
     def adding_s(self, cluster: Cluster, sizes: GroupSizes) -> Array:
-        """Seconds of every rank (N,): one call each, which reads two tensors and writes one."""
-        own = many_local_bytes(self.local, sizes, cluster.world_size)
-        rates = np.array([DEFAULT_MODEL.bytes_per_s(d, "elementwise") for d in cluster.devices])
-        launches = np.array([d.launch_s for d in cluster.devices])
-        found: Array = np.where(own > 0, launches + 3 * own / rates, 0.0).sum(axis=0)
-        return found
+        return adding_seconds(self.local, cluster, sizes)
+
+
+def adding_seconds(local: Sequence[tuple[int, Placement]], cluster: Cluster, sizes: GroupSizes) -> Array:
+    """Seconds of every rank (N,) for adding such values up: one call each, which reads two tensors and writes one."""
+    own = many_local_bytes(local, sizes, cluster.world_size)
+    rates = np.array([DEFAULT_MODEL.bytes_per_s(d, "elementwise") for d in cluster.devices])
+    launches = np.array([d.launch_s for d in cluster.devices])
+    found: Array = np.where(own > 0, launches + 3 * own / rates, 0.0).sum(axis=0)
+    return found
 
 
 def _call_seconds(calls: Sequence[Parts], cluster: Cluster, sizes: GroupSizes) -> Array:

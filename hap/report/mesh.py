@@ -39,9 +39,9 @@ def head_lines(plan: MeshPlan) -> Iterator[str]:
     yield from batches_in_words(plan.gradient_accumulation_steps)
     yield f"predicted step: {seconds(predicted.as_run_s)} as it is run"
     yield (
-        f"nothing overlapped: {seconds(predicted.step_s)}, of it sums over hosts {seconds(predicted.sums_s)}; no "
-        f"plan of these two axes can take less than {seconds(predicted.lower_bound_s)} (proved, gap "
-        f"{predicted.gap:.1%})"
+        f"nothing overlapped: {seconds(predicted.step_s)} of the slowest host, played alone, of it sums over hosts "
+        f"{seconds(predicted.sums_s)}; no plan of these two axes can take less than {seconds(predicted.lower_bound_s)} "
+        f"(proved, gap {predicted.gap:.1%})"
     )
     if made.solver.get("stopped"):
         yield "the search was interrupted: another run may find another plan"

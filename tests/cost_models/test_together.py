@@ -55,6 +55,17 @@ def test_one_sum_follows_the_other() -> None:
     assert starts == {"s": 0.0, "t": 5.0} and found.step_s == 6.0
 
 
+def test_a_sum_that_all_wait_for_does_not_wait_for_those_that_nobody_waits_for() -> None:
+    """They have communicators of their own (``hap.runtime.hosts``)."""
+
+    def host() -> list[Event]:
+        return [late("s", 9.0), work("t", 2.0), work("g", 1.0), late("u", 1.0), Await("s"), Await("u")]
+
+    found = play_together([host(), host()], [("a",), ("b",)], ("s", "t", "u"))
+    starts = {s.name: s.start_s for s in found.spans}
+    assert starts == {"s": 0.0, "t": 0.0, "g": 2.0, "u": 9.0} and found.step_s == 10.0
+
+
 def test_hosts_that_come_at_the_same_time_are_as_if_alone() -> None:
     events: list[Event] = [
         work("f", 1.0), Issue("w", "w", "all_reduce", 0.5), late("s", 2.0), work("g", 1.5), Await("w"), late("t", 1.0),

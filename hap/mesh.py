@@ -181,7 +181,16 @@ def mesh_program(
         return join_hosts(found, comm)
 
     given = (model, example_inputs, example_targets)
-    return MeshProgram(outcome.program, plan, comm, *given, dealt, rebuild, outcome.changes)
+    return MeshProgram(outcome.program, plan, comm, *given, dealt, rebuild, outcome.changes, layouts_of(graph, plan))
+
+
+def layouts_of(graph: Graph, plan: MeshPlan) -> dict[str, tuple[Layout, ...]]:
+    """How each parameter lies in the hosts that have it in shards."""
+    found = {}
+    for node in graph.sources("parameter"):
+        placed = [(inside, inside.strategy(node.name).outputs[0]) for inside in plan.inside if inside.world_size > 1]
+        found[node.target] = tuple(Layout.of(p, inside.sizes) for inside, p in placed if isinstance(p, Shard))
+    return found
 
 
 def deferred_sums(program: Program) -> tuple[int, ...]:

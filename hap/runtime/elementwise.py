@@ -1,7 +1,8 @@
 """Optimizers that look at more than one element at a time must not be given shards: no rank sees the whole.
 
 ``torch.optim.Muon``, ``Adafactor`` and ``LBFGS``, LAMB, Shampoo and others make an update from whole parameters. A rank
-that holds a shard would step without an error, and train another model than one device does. So before a step of any
+that holds a shard would step without an error, and train another model than one device does. (Of two axes all ranks
+refuse what any host has in shards: alone, one host would have the others wait for ever.) So before a step of any
 optimizer that was given shards of a program it is asked, once, whether it treats every element by itself: of torch's
 own that is known, of others it is tried out, on a small matrix and on its pieces, and for a few steps on a larger one,
 as some look beyond elements in large matrices alone. Muon may have what one rank owns.
@@ -27,7 +28,7 @@ from hap.capture.torch_private import watch_clipping, watch_optimizer_states, wa
 from hap.codegen.layout import Layout
 from hap.errors import ProgramError
 from hap.runtime.scaler import GradScaler
-from hap.runtime.shards import Share, check_loaded, mark, share_of, stamp
+from hap.runtime.shards import Share, check_loaded, is_of_two_axes, mark, mark_on_hosts, shares_anywhere, stamp
 
 _OPTIM = torch.optim
 ELEMENTWISE = frozenset(
@@ -70,9 +71,15 @@ def mark_shards(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout
         watch_optimizer_states(stamp, check_loaded)
 
 
+def mark_shards_on_hosts(shares: Mapping[str, torch.Tensor], layouts: Mapping[str, Sequence[Layout]]) -> None:
+    """Of two axes: what lies in shards in some host, on every rank."""
+    for name, on_hosts in layouts.items():
+        mark_on_hosts(shares[name], name, on_hosts)
+
+
 def _before_scaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if not isinstance(scaler, GradScaler) and any(map(share_of, parameters)):
+    if not isinstance(scaler, GradScaler) and any(map(shares_anywhere, parameters)):
         raise ProgramError(
             "torch.amp.GradScaler looks at this rank's gradients alone, and ranks would not skip the same steps: use "
             "program.grad_scaler()"
@@ -80,10 +87,10 @@ def _before_scaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 
 
 def _before_clipping(parameters: Sequence[torch.Tensor]) -> None:
-    shard = next((shard for p in parameters if (shard := share_of(p))), None)
+    shard = next((shard for p in parameters for shard in shares_anywhere(p)), None)
     if shard is not None:
         raise ProgramError(
-            f"torch.nn.utils.clip_grad_norm_ sees this rank's part of {shard.name} alone, and every rank would clip "
+            f"torch.nn.utils.clip_grad_norm_ sees a rank's part of {shard.name} alone, and every rank would clip "
             "by another norm: call program.clip_grad_norm_"
         )
 
@@ -95,14 +102,16 @@ def ask(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if _asked.get(optimizer) == groups:
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    held = [shard for p in parameters if (shard := share_of(p))]
+    held = [shard for p in parameters for shard in shares_anywhere(p)]
     shards = [s.name for s in held if not (s.has_owner and type(optimizer) in ONE_BY_ONE)]
     if shards:
-        _check(optimizer, shards)
+        axis = "one axis and " if any(map(is_of_two_axes, parameters)) else ""  # pins are for that
+        _check(optimizer, list(dict.fromkeys(shards)), f"{axis}pins=hap.Pins(placements={{'*': 'R'}})")
     _asked[optimizer] = groups
 
 
-def _check(optimizer: torch.optim.Optimizer, shards: list[str]) -> None:
+def _check(optimizer: torch.optim.Optimizer, shards: list[str], whole: str) -> None:
+    """``whole``: what to plan with to have all parameters whole."""
     kind, name = type(optimizer), type(optimizer).__name__
     if any(of.__name__ == "ZeroRedundancyOptimizer" for of in kind.__mro__):
         raise ProgramError(
@@ -113,12 +122,12 @@ def _check(optimizer: torch.optim.Optimizer, shards: list[str]) -> None:
     if verdict is None:
         warnings.warn(
             f"{name} could not be tried out: if it makes an update from more than single elements, it must not be "
-            f"given shards, such as {shards[0]}; pins=hap.Pins(placements={{'*': 'R'}}) keeps parameters whole",
+            f"given shards, such as {shards[0]}; plan with {whole} to keep parameters whole",
             stacklevel=2,
         )
     elif not verdict:
         ours = PLANNED.get(kind)
-        remedy = f"optimizer={ours!r}" if ours else "pins=hap.Pins(placements={'*': 'R'})"
+        remedy = f"optimizer={ours!r}" if ours else whole
         more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
         raise ProgramError(
             f"{name} makes an update from whole parameters, and {shards[0]}{more} are in shards: plan with {remedy}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from hap.placement import GroupSizes, Shard
 from hap.plan import Strategy
 from hap.runtime.collectives import Communicator
 from hap.runtime.data import Feed, Signature
+from hap.runtime.elementwise import mark_shards_on_hosts
 from hap.runtime.hosts import HostCommunicator
 from hap.runtime.program import HapProgram
 from hap.runtime.record import Recorder
@@ -57,12 +59,18 @@ class MeshProgram(HapProgram):
         dealt: Signature,
         rebuild: Rebuild,
         passes: Sequence[Change] = (),
+        layouts: Mapping[str, Sequence[Layout]] = MappingProxyType({}),
     ) -> None:
-        inside = mesh_plan.inside_of(comm.host)
+        """``layouts``: of each parameter, in the hosts that have it in shards."""
+        inside, self._layouts = mesh_plan.inside_of(comm.host), layouts
         super().__init__(
             program, inside, comm, model, example_inputs, example_targets, rebuild, passes, dealt, comm.host
         )
         self._mesh_plan, self._host = mesh_plan, comm.host
+
+    def _mark_shards(self) -> None:
+        super()._mark_shards()
+        mark_shards_on_hosts(self._shares, self._layouts)
 
     @property
     def mesh_plan(self) -> MeshPlan:

@@ -8,7 +8,7 @@ optimizer that has shards says of which they are, and what is loaded must be of 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from hap.errors import ProgramError
 
 KEY = "hap_shards"  # beside "state" and "param_groups": plain numbers and strings, as torch.load takes them
 _SHARD = "_hap_shard"  # the attribute
+_ON_HOSTS = "_hap_shards_on_hosts"
 _INSTEAD = "optimizer.state_dict() is of one rank's shares: program.save_checkpoint(directory, optimizer) is for all"
 
 
@@ -41,6 +42,23 @@ def mark(parameter: torch.Tensor, share: Share) -> None:
 def share_of(parameter: torch.Tensor) -> Share | None:
     """None of one that is whole, or no program's."""
     return getattr(parameter, _SHARD, None)
+
+
+def mark_on_hosts(parameter: torch.Tensor, name: str, layouts: Sequence[Layout]) -> None:
+    """Of a program of two axes: how the parameter lies in the hosts that have it in shards."""
+    setattr(parameter, _ON_HOSTS, tuple(Share(name, 0, layout) for layout in layouts))
+
+
+def shares_anywhere(parameter: torch.Tensor) -> tuple[Share, ...]:
+    """``share_of``, or of two axes the first rank's of every host that has it in shards: alike on all ranks, so that
+    what must not have shards is refused on all, those of hosts that have the parameter whole among them."""
+    own = share_of(parameter)
+    found: tuple[Share, ...] = getattr(parameter, _ON_HOSTS, () if own is None else (own,))
+    return found
+
+
+def is_of_two_axes(parameter: torch.Tensor) -> bool:
+    return hasattr(parameter, _ON_HOSTS)
 
 
 def stamp(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from hap.placement import REPLICATE, Shard
 from hap.rules.choices import Choices, choices
 from hap.runtime.elementwise import ELEMENTWISE, is_elementwise, mark_shards
 from hap.runtime.profile import make_optimizer
+from tests._support.mesh import make_mesh
 from tests._support.optimizers import Decaying, Factored, Grouped, Grower, Lars, Lion, Little, OwnSgd, Secret
 from tests._support.plans import make_plan, random_sizes, random_strategies, replicated_plan
 from tests._support.ranks import RankError, run_alike
@@ -250,6 +251,28 @@ def test_shards_are_refused() -> None:
             assert f" in shards: plan with {remedy}" in said[kind]
 
 
+def refused_with_clipping(rank: int, text: str) -> dict[str, str]:
+    said = refused(rank, text)
+    program = hap.compile(model(), plan=parse_plan(text), example_inputs=ids())  # type: ignore[arg-type]
+    optimizer, scaler = torch.optim.SGD(program.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(program(program.shard_batch(ids()))).backward()
+    for name, call in (("clip", lambda: clip_grad_norm_(program.parameters(), 1.0)), ("scale", scaler.step)):
+        with pytest.raises(ProgramError) as caught:
+            call(*([optimizer] if name == "scale" else []))
+        said[name] = str(caught.value)
+    return said
+
+
+def test_what_one_host_has_in_shards_is_refused_on_all_ranks() -> None:
+    """The first host has one rank, and all parameters whole: it must not go on while the others stop."""
+    graph = found().graph
+    rows = graph.sources("input")[0].meta.shape[0]
+    first, *others = run_alike(3, refused_with_clipping, make_mesh(graph, (1, 2), (1, rows - 1)).to_json())
+    assert all(said == first for said in others)
+    assert "plan with optimizer='adafactor'" in first["Adafactor"] and "program.clip_grad_norm_" in first["clip"]
+    assert first["LBFGS"].endswith("plan with one axis and pins=hap.Pins(placements={'*': 'R'})")
+
+
 def warned(rank: int, text: str) -> str:
     program = hap.compile(model(), plan=parse_plan(text), example_inputs=ids())  # type: ignore[arg-type]
     optimizer = Secret(program.parameters(), key=0)
@@ -309,9 +332,9 @@ def test_torchs_own_clipping_by_a_norm_is_refused_for_shards_however_it_was_impo
     for parameter in (cut, whole):
         parameter.grad = torch.full_like(parameter, 10.0)
     for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_norm_):
-        with pytest.raises(ProgramError, match=r"this rank's part of cut alone.* program\.clip_grad_norm_"):
+        with pytest.raises(ProgramError, match=r"a rank's part of cut alone.* program\.clip_grad_norm_"):
             clip([whole, cut], 1.0)
-    with pytest.raises(ProgramError, match="this rank's part of cut alone"):
+    with pytest.raises(ProgramError, match="a rank's part of cut alone"):
         nn.utils.clip_grads_with_norm_(cut, 1.0, torch.tensor(10.0))
     assert cut.grad is not None and cut.grad.tolist() == [10.0] * 3
     nn.utils.clip_grad_value_([whole, cut], 2.0)

@@ -221,10 +221,10 @@ def compile(
     graph = as_planned(graph, decided.provenance)
     if isinstance(decided, MeshPlan):
         check_mesh_plan(decided, graph, spec, comm.world_size)
-        outcome, sites = together(comm, lambda: host_program(graph, decided, comm.rank, passes_off))
+        outcome, sites = together(comm, lambda: host_program(graph, decided, comm.rank, passes_off, spec))
         again = Recompiler(model, loss_fn, graph, decided, outputs)
         given = (model, example_inputs, example_targets)
-        return _recorded(mesh_program(graph, decided, outcome, sites, comm, *given, again, passes_off), graph)
+        return _recorded(mesh_program(graph, decided, outcome, sites, comm, *given, again, passes_off, spec), graph)
     if left_out(decided) and comm.world_size != decided.world_size:
         raise PlanError(refusal(decided, comm.world_size))
     spec = None if spec is None else planned_part(decided, spec)

@@ -75,15 +75,22 @@ def graph_of(graph: Graph, plan: MeshPlan, host: int) -> Graph:
     return host_graph(graph, strategies_between(plan), plan.sizes, host, plan.hosts[host].ranks)
 
 
-def program_of(graph: Graph, plan: MeshPlan, host: int, passes_off: Sequence[str] = ()) -> Outcome:
-    """The program of one host's ranks, after its passes. PlanError where the plan is unsound."""
-    return _rewritten(graph_of(graph, plan, host), plan.inside_of(host), passes_off)
+def program_of(
+    graph: Graph, plan: MeshPlan, host: int, passes_off: Sequence[str] = (), cluster: ClusterSpec | None = None
+) -> Outcome:
+    """The program of one host's ranks, after its passes, which are those that the plan was judged with where its
+    ``cluster`` is given. PlanError where the plan is unsound."""
+    return _rewritten(graph_of(graph, plan, host), plan.inside_of(host), passes_off, _of_host(plan, cluster, host))
 
 
-def _rewritten(graph: Graph, inside: Plan, off: Sequence[str]) -> Outcome:
+def _of_host(plan: MeshPlan, cluster: ClusterSpec | None, host: int) -> ClusterSpec | None:
+    return None if cluster is None else host_cluster(meshed_part(plan, cluster), host)
+
+
+def _rewritten(graph: Graph, inside: Plan, off: Sequence[str], part: ClusterSpec | None) -> Outcome:
     """Hosts must make their sums in one order, whatever each one's user reads when: so the loss is never late."""
     program = lower(graph, inside)
-    outcome = run_passes(program, default_passes(program, None), off=off)
+    outcome = run_passes(program, default_passes(program, part), off=off)
     return replace(outcome, stages=(*outcome.stages[:-1], replace(outcome.program, loss_may_be_late=False)))
 
 
@@ -109,11 +116,11 @@ def sums_in_order(program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def host_program(
-    graph: Graph, plan: MeshPlan, rank: int, passes_off: Sequence[str] = ()
+    graph: Graph, plan: MeshPlan, rank: int, passes_off: Sequence[str] = (), cluster: ClusterSpec | None = None
 ) -> tuple[Outcome, tuple[Site, ...]]:
     """What ``rank`` runs, and the tensors that are summed over hosts. PlanError where the plan is unsound."""
     host, _ = plan.host_of(rank)
-    return program_of(graph, plan, host, passes_off), sites_of(graph, plan, host)
+    return program_of(graph, plan, host, passes_off, cluster), sites_of(graph, plan, host)
 
 
 def explained_mesh(plan: MeshPlan, graph: Graph, cluster: ClusterSpec) -> MeshPlan:
@@ -165,16 +172,20 @@ def mesh_program(
     example_targets: Any,
     again: Recompiler,
     passes_off: Sequence[str],
+    cluster: ClusterSpec | None,
 ) -> MeshProgram:
-    """This rank's program as a module. Collective. ProgramError if hosts would make their sums in different orders."""
+    """This rank's program as a module. Collective. ProgramError if hosts would make their sums in different orders, or
+    ranks of one host have other programs."""
     later = _later(outcome.program, world)
     comm = HostCommunicator(world.group, [h.ranks for h in plan.hosts], sites, world.device, later=later)
+    together(world, lambda: agree_on_program(comm, "the program", outcome.program))
+    part = _of_host(plan, cluster, comm.host)
     example = step_inputs(example_inputs, example_targets)
     dealt = dealt_to_hosts(graph, strategies_between(plan), plan.sizes, example)
 
     def rebuild(example: StepInputs, training: bool) -> Built:
         def carried() -> Carried:
-            return carry_mesh(plan, graph, again.graph(example, training), example, comm.host, passes_off)
+            return carry_mesh(plan, graph, again.graph(example, training), example, comm.host, passes_off, part)
 
         found = together(world, carried)
         together(world, lambda: agree_on_program(comm, OTHER, found.program))  # if not on one host, then nowhere
@@ -221,16 +232,24 @@ class Carried:
     sums: tuple[tuple[tuple[int, ...], Layout | None], ...]
 
 
-def carry_mesh(plan: MeshPlan, old: Graph, new: Graph, example: StepInputs, host: int, off: Sequence[str]) -> Carried:
+def carry_mesh(
+    plan: MeshPlan,
+    old: Graph,
+    new: Graph,
+    example: StepInputs,
+    host: int,
+    off: Sequence[str],
+    on: ClusterSpec | None = None,
+) -> Carried:
     """The plan of ``old`` followed for ``new``, the step of ``example``: the batch is dealt out to hosts in the plan's
-    proportions, and inside of each everything lies as it does. PlanError for fewer samples than hosts, and for what
-    ``deal_batch`` refuses."""
+    proportions, and inside of each everything lies as it does. ``on``: the host, if it is known. PlanError for fewer
+    samples than hosts, and for what ``deal_batch`` refuses."""
     possible = choices(new)
     between = {name: of_batch(strategy) for name, strategy in deal_batch(possible).items()}
     sizes = {BATCH: _parts(plan.batch.sizes, batch_group(possible).n)}
     part = host_graph(new, between, sizes, host, plan.hosts[host].ranks)
     inside = carry_over(plan.inside_of(host), graph_of(old, plan, host), part)
-    program = _rewritten(part, inside, off).program
+    program = _rewritten(part, inside, off, on).program
     placements = [(n.meta.shape, inside.strategy(n.name).inputs[0]) for n in summed(part)]
     sums = tuple((s, Layout.of(p, inside.sizes) if isinstance(p, Shard) else None) for s, p in placements)
     return Carried(program, dealt_to_hosts(new, between, sizes, example), sums)

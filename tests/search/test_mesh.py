@@ -15,7 +15,8 @@ from torch import nn
 from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.codegen.lowering import lower
-from hap.codegen.passes.runner import run_passes, standard_passes
+from hap.codegen.passes.runner import Pass, run_passes, standard_passes
+from hap.codegen.program import Program
 from hap.cost_models.compute import DEFAULT_MODEL, Calls
 from hap.cost_models.evaluate import evaluate, update_seconds
 from hap.cost_models.profile import CalibratedCluster
@@ -32,7 +33,8 @@ from hap.report.mesh import summarize_mesh
 from hap.rules.choices import Choices, choices, replicated
 from hap.rules.host_graph import summed
 from hap.search import plan_graph
-from hap.search.mesh import plan_mesh
+from hap.search.judge import default_passes
+from hap.search.mesh import host_cluster, plan_mesh
 from hap.search.mesh_bound import arithmetic_s, least_s
 from hap.search.score import Score, Times, score_of
 from tests._support.plans import make_plan, random_sizes, random_strategies
@@ -123,6 +125,19 @@ def test_every_host_s_program_is_made_of_the_plan(hosts: Sequence[Host]) -> None
         assert program.world_size == host.ranks and not program.loss_may_be_late
         orders.add(sums_in_order(program)[0])
     assert len(orders) == 1 and len(orders.pop()) == 5  # the loss, two weights and two biases
+
+
+def test_a_program_s_bundles_go_the_ways_that_are_fastest_on_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ClusterSpec | None] = []
+
+    def passes(program: Program, on: ClusterSpec | None) -> tuple[Pass, ...]:
+        asked.append(on)
+        return default_passes(program, on)
+
+    monkeypatch.setattr("hap.mesh.default_passes", passes)
+    program_of(BUSY.graph, unequal(), 2, cluster=UNEQUAL)
+    program_of(BUSY.graph, unequal(), 2)
+    assert [on and on.fingerprint for on in asked] == [host_cluster(UNEQUAL, 2).fingerprint, None]
 
 
 @cache

@@ -27,6 +27,7 @@ from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
 from hap.reduce_dtype import REDUCE_DTYPES, ReduceName
 from hap.report.words import quantity, table
+from hap.rules.choices import batch_of
 from hap.search.planner import Effort
 from hap.starting import in_words, left_out
 from hap.whatif import what_helps
@@ -240,5 +241,5 @@ class _Adviser:
     def _speed(self, plan: Plan | MeshPlan, parts: int = 1) -> float:
         """Samples a second, as run; ``parts``: of the batch, of which the plan is for one."""
         inputs = step_inputs(self.built.example_inputs, self.built.example_targets)
-        samples = next((t.shape[0] for _, t in inputs.named if t.dim()), 1)
+        samples = batch_of(t.shape for _, t in inputs.named) or 1
         return samples / (plan.predicted.as_run_s * parts)

@@ -97,7 +97,7 @@ def plan(
     ``gradient_accumulation_steps``: so many batches like the example have their gradients added up before the optimizer
     steps, all but the last under ``program.no_sync()``; what is predicted is then of one batch, the mean over a step's.
     With ``best`` the example is what a step has in all, and the plan for the first so many rows of every tensor with as
-    many as the first input has: as many batches (``plan.gradient_accumulation_steps``) as make the step shortest.
+    many as the batch has: as many batches (``plan.gradient_accumulation_steps``) as make the step shortest.
     ``reduce_dtype``: ``torch.bfloat16`` or ``torch.float16``, in which gradients are exchanged, where they are wider.
     Parameters, gradients and updates keep their dtype; what one device computes then is rounded alike.
 

@@ -13,6 +13,7 @@ from hap.capture.inputs import StepInputs
 from hap.errors import CaptureError, InfeasibleError, PlanError
 from hap.mesh_plan import MeshPlan
 from hap.plan import Plan
+from hap.rules.choices import batch_of
 
 AnyPlan = TypeVar("AnyPlan", Plan, MeshPlan)
 PATIENCE = 2  # counts in a row that make a step no shorter
@@ -64,8 +65,7 @@ def part_of(whole: StepInputs, count: int) -> StepInputs:
 
 
 def _samples(whole: StepInputs) -> int:
-    """The first dim of the first tensor that has one."""
-    found = next((t.shape[0] for _, t in whole.named if t.dim()), None)
+    found = batch_of(t.shape for _, t in whole.named)
     if found is None:
         raise CaptureError("no example input has a first dim: there is no batch to be dealt with in parts")
     return int(found)

@@ -20,7 +20,8 @@ the contraction), w dim 1 (6). mm has 4 strategies: replicated; rows of x; colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,8 +76,22 @@ def choices(graph: Graph, table: RuleTable = DEFAULT_TABLE) -> Choices:
 
 
 def batch_size(graph: Graph) -> int | None:
-    """The size of dim 0 of the first input that has one: the global batch. None if no input has dims."""
-    return next((n.meta.shape[0] for n in graph.sources("input") if n.meta.shape), None)
+    """The global batch, of the shapes of all inputs. None if no input has dims."""
+    return batch_of(n.meta.shape for n in graph.sources("input"))
+
+
+def batch_of(shapes: Iterable[Sequence[int]]) -> int | None:
+    """The size of dim 0 of the first that has one; or one that more of them have, with more elements, as the weights of
+    classes may come first."""
+    found: dict[int, tuple[int, int]] = {}  # size -> how many have it, and their elements
+    for shape in filter(len, shapes):
+        tensors, elements = found.get(shape[0], (0, 0))
+        found[shape[0]] = tensors + 1, elements + math.prod(shape)
+    first = next(iter(found), None)
+    if first is None:
+        return None
+    more = [size for size, of in found.items() if all(a > b for a, b in zip(of, found[first], strict=True))]
+    return max(more, key=found.__getitem__, default=first)
 
 
 def _seeds(graph: Graph) -> Iterator[tuple[Candidate, str, int]]:

@@ -1,11 +1,14 @@
 """Candidates, groups and strategies of hand-sized graphs, counted by hand."""
 
 import pytest
+import torch
+from torch import nn
 
+from hap.capture import capture
 from hap.errors import MissingRuleError
 from hap.graph import Value
 from hap.placement import REPLICATE, Shard
-from hap.rules.choices import choices
+from hap.rules.choices import Group, batch_of, choices
 from tests.rules.graphs import GraphBuilder, fused_projection, linear, meta
 
 
@@ -53,6 +56,40 @@ def test_the_strategies_of_a_linear_layer():
 def test_a_partial_argument_that_nothing_produces_is_no_strategy():
     found = choices(linear()).strategies
     assert all("P" not in str(s).split(" -> ")[0] for s in found["y"]), "x and w are never partial"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "batch"),
+    [
+        ([], None),
+        ([(), ()], None),
+        ([(), (9, 4), (9,)], 9),
+        ([(3,), (9, 4), (9,)], 9),  # weights of classes
+        ([(8, 4), (99, 99), (8,)], 8),  # a mask of positions
+        ([(8, 64), (64, 4), (64,)], 8),  # positions, with fewer elements
+        ([(4, 9), (28, 9), (4,)], 4),  # more samples without labels
+        ([(3,), (3,), (9, 4), (9,)], 3),
+    ],
+)
+def test_the_batch_is_what_the_first_input_has_or_more_and_larger_ones(shapes, batch):
+    assert batch_of(shapes) == batch
+
+
+def test_weights_that_come_first_are_whole():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, weights, x, y):
+            return nn.functional.cross_entropy(self.head(x), y, weight=weights)
+
+    given = torch.ones(3), torch.zeros(9, 4), torch.zeros(9, dtype=torch.int64)
+    found = choices(capture(Weighted(), given))
+    stored = [[s.outputs[0] for s in found.strategies[n.name]] for n in found.graph.sources("input")]
+    assert [len(placements) for placements in stored] == [1, 2, 2]
+    (group,) = {p.group for placements in stored for p in placements if isinstance(p, Shard)}
+    assert found.groups[group] == Group(group, 9, "batch")
 
 
 def test_a_fused_projection_is_sharded_by_heads_down_to_its_weight():

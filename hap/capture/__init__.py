@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from hap.capture.blame import blame
 from hap.capture.chance import no_chance
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
-from hap.capture.counters import steady
+from hap.capture.counters import Cached, Calls, steady
 from hap.capture.custom import of_tensors
 from hap.capture.decompose import decompositions
 from hap.capture.experts import as_batched
 from hap.capture.inputs import StepInputs, input_paths, step_inputs
 from hap.capture.interpret import interpret, source_values
+from hap.capture.kept import Kept
 from hap.capture.narrow import narrowed
+from hap.capture.origins import Origins, numbers_of
 from hap.capture.outside import Outside, hooks_of
 from hap.capture.selected import SelectionError
 from hap.capture.state import model_state
@@ -124,8 +127,8 @@ def _trace(
     replacements = {id(t): fake[n] for n, t in (*state.parameters.items(), *state.buffers.items())}
     copied, loss = copy_with(model, replacements), frozen_loss(loss_fn)
 
-    def traced(as_places: bool = False) -> Graph:
-        step = Step(copied, parameters, buffers, inputs, loss, outputs, outside.and_of(fake), hooks, as_places)
+    def traced(calls: Calls, as_places: bool = False) -> Graph:
+        step = Step(copied, parameters, buffers, inputs, loss, outputs, outside.and_of(fake), hooks, as_places, calls)
         try:
             with as_batched(), no_chance(name), of_tensors():
                 trace = trace_joint(step, [fakes.tensor(t) for _, t in inputs.named], fakes, decompositions())
@@ -134,10 +137,9 @@ def _trace(
         except Exception as e:
             blamed = blame(e, name, step.failed_module(e))
             if isinstance(e, SelectionError) and not as_places:
-                with contextlib.suppress(
-                    CaptureError
-                ):  # what it says is of the same line, or of what the first try left
-                    return traced(as_places=True)
+                calls.before.restore()
+                with contextlib.suppress(CaptureError):  # what it says is of the same line
+                    return traced(calls, as_places=True)
             raise blamed from e
         return to_graph(
             trace,
@@ -153,4 +155,13 @@ def _trace(
             loss_fn=loss_fn,
         )
 
-    return steady(traced, (copied, loss), name)
+    users, cached = Kept((model, outside.model(), loss_fn)), Cached()
+    numbers = tuple(numbers_of(loss_fn))
+    try:
+        outside.turn(copied)
+        graph = steady(traced, (copied, loss), cached, name)
+        unchanged = [number for number in numbers if not number.has_changed()]
+        return replace(graph, origins=Origins((*graph.origins, *unchanged)))
+    finally:
+        users.restore()
+        cached.forget()

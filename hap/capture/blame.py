@@ -54,7 +54,8 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
     if any(said in str(error) for said in _KEPT):
         return CaptureError(
             f"cannot capture {subject}: a tensor that is kept from step to step changes {where}, and is no buffer of "
-            "the model: register it as one (what a loss function keeps, too: make it a part of the model)"
+            "the model: register it as one (what a loss function keeps, too: make it a part of the model), or, if it "
+            "is made once and stays, make it in __init__, or run the model once before"
         )
     what = " ".join(str(error).split()) or "no message"
     return CaptureError(f"cannot capture {subject}: {type(error).__name__} {where}: {what[:300]}")

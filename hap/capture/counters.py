@@ -1,72 +1,95 @@
-"""Numbers that a model keeps in Python and changes as it goes: a program's calls have those of the step it was made of.
+"""What a model keeps in Python and changes as it goes: a program's calls have that of the step it was made of.
 
-A temperature that falls from step to step, a count of calls, are seen where they are attributes of a module, or of
-the loss function, or lie in lists, dicts and plain objects that these have, not too deep and not too many of them. A
-count that nothing reads does no harm, and a cache that knows for what length it was made changes once: so where a
-number has changed, the step is traced once more, and refused if that comes to another one.
+A temperature that falls from step to step, a count that says whose turn it is, are found where ``Kept`` looks. A count
+that nothing reads does no harm, and a cache that knows for what length it was made changes once: so where something has
+changed from the traced call to the next, the steps after it are traced, too, and refused if they come to another one.
+
+What the first call makes of constants alone and keeps, a table of angles, the second has as a constant. What
+``functools.lru_cache`` keeps of a trace is forgotten after each call: nobody else could use it.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
+from hap.capture.kept import Kept, put, tensors_in
+from hap.capture.torch_private import has_values, is_traced, pytree, untraced
 from hap.errors import CaptureError
 from hap.graph import Graph
 
-_DEPTH = 3  # of containers and objects in each other, those of a module being the first
-_MOST = 1000  # items of one of them
-_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+_STEPS = 3  # that are traced by themselves: the second again, of which a trace has the first one's writes, too
+_LRU = type(functools.lru_cache(len))
 
 
-def steady(traced: Callable[[], Graph], modules: Sequence[object], subject: str) -> Graph:
-    """What ``traced`` returns, if it does so again where it has changed numbers of ``modules``. CaptureError."""
-    before = _numbers(modules)
-    graph = traced()
-    changed = [name for name, number in _numbers(modules).items() if before.get(name, number) != number]
-    if changed and traced().fingerprint != graph.fingerprint:
-        raise CaptureError(
-            f"cannot capture {subject}: the forward pass changes the number {changed[0]!r}, and the step with it, "
-            "but a program's steps are all alike: keep it in a buffer"
-        )
+class Calls:
+    """Those of one trace: the last is what is traced. ``start``: where each begins; else where the one before ended."""
+
+    def __init__(self, roots: Sequence[object], cached: Cached, start: Kept | None = None) -> None:
+        self._roots, self._cached, self._start = roots, cached, start
+        self.first: Kept | None = None
+        self.before = Kept(())
+
+    def begin(self) -> None:
+        if self._start is not None:
+            self._start.restore()
+        self.before = Kept(self._roots)
+        self.first = self.first or self.before
+
+    def end(self, known: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        """``known``: the value of a traced tensor that is the same in every step."""
+        for container, key, value in tensors_in(Kept(self._roots).parts):
+            items = value if type(value) is tuple else (value,)
+            made = [known(i) if isinstance(i, torch.Tensor) and not has_values(i) else None for i in items]
+            if any(one is not None for one in made):
+                old = self.before.inside(container, key)
+                olds = old if type(old) is tuple and len(old) == len(items) else (old,) * len(items)
+                new = tuple(i if m is None else _same(m, o) for i, m, o in zip(items, made, olds, strict=True))
+                put(container, key, new if type(value) is tuple else new[0])
+        self._cached.forget()
+
+
+def _same(value: torch.Tensor, old: Any) -> torch.Tensor:
+    """The old one, if that is equal: what stays is the same tensor from call to call."""
+    with untraced():
+        is_old = isinstance(old, torch.Tensor) and has_values(old) and torch.equal(old, value)
+    return old if is_old else value
+
+
+def steady(traced: Callable[[Calls], Graph], roots: Sequence[object], cached: Cached, subject: str) -> Graph:
+    """What ``traced`` returns, if the calls that follow come to the same. CaptureError."""
+    calls = Calls(roots, cached)
+    graph = traced(calls)
+    before, now = calls.first or calls.before, calls.before
+    for step in range(_STEPS):
+        if not (changed := before.changed(now)):
+            break
+        if traced(Calls(roots, cached, now)).fingerprint != graph.fingerprint:
+            what = "the number" if isinstance(now.marks.get(changed[0]), (int, float)) else "what it keeps as"
+            remedy = "keep it in a buffer, or give what decides as an input"
+            raise CaptureError(
+                f"cannot capture {subject}: the forward pass changes {what} {changed[0]!r}, and the step with it, "
+                f"but a program's steps are all alike: {remedy if step else 'run the model once before'}"
+            )
+        before, now = now, Kept(roots)
     return graph
 
 
-def _numbers(roots: Sequence[object]) -> dict[str, float]:
-    """By their names, as ``decoder.state.tau``."""
-    named = {id(module) for root in roots if isinstance(root, nn.Module) for module in root.modules()}
-    known: set[int] = set()  # of what was looked into, by id
-    found: dict[str, float] = {}
-    for root in roots:
-        for name, one in root.named_modules() if isinstance(root, nn.Module) else (("", root),):
-            found.update((number.lstrip("."), value) for number, value in _inside(name, one, 0, known, named))
-    return found
+class Cached:
+    """What functions under ``functools.lru_cache`` keep. They are looked for once, as there may be many objects."""
 
+    def __init__(self) -> None:
+        self._functions = [one for one in gc.get_objects() if type(one) is _LRU]
 
-def _inside(name: str, one: Any, depth: int, known: set[int], named: set[int]) -> Iterator[tuple[str, float]]:
-    """The numbers in a module, which is at depth 0, a container or an object. Those that are ``named`` come at depth 0
-    themselves, and not inside of others."""
-    if id(one) in known or (depth > 0 and id(one) in named):
-        return
-    known.add(id(one))
-    items = _items(one)
-    for key, value in items.items() if depth == 0 or len(items) <= _MOST else ():
-        if isinstance(value, (int, float)):
-            yield f"{name}.{key}", value
-        elif depth < _DEPTH:
-            yield from _inside(f"{name}.{key}", value, depth + 1, known, named)
-
-
-def _items(one: Any) -> Mapping[Any, Any]:
-    """What is in it. Tensors are no containers."""
-    if isinstance(one, dict):
-        return one
-    if isinstance(one, (list, tuple)):
-        return dict(enumerate(one))
-    if isinstance(one, (torch.Tensor, *_CODE)):
-        return {}
-    return getattr(one, "__dict__", {})
+    def forget(self) -> None:
+        """Where that has tensors of a trace."""
+        for function in self._functions:
+            held = gc.get_referents(function) if function.cache_info().currsize else []
+            results = [r for one in held for r in (one.values() if isinstance(one, dict) else [one])]
+            leaves = (leaf for r in results for leaf in pytree.tree_leaves(r))
+            if any(isinstance(leaf, torch.Tensor) and is_traced(leaf) for leaf in leaves):
+                function.cache_clear()

@@ -79,6 +79,12 @@ class Outside:
                 attributes.clear()
                 attributes.update(kept)
 
+    def turn(self, copied: nn.Module) -> None:
+        """The model's modules are in the modes that those of its copy are in."""
+        modes = {name: module.training for name, module in copied.named_modules()}
+        for name, module in () if (model := self.model()) is None else model.named_modules():
+            module.training = modes.get(name, module.training)
+
     def check_constant(self, constant: torch.Tensor, changing: Collection[str]) -> None:
         """CaptureError for what does not stay as it is: memory of those that are ``changing``, or what needs
         gradients."""

@@ -61,8 +61,8 @@ class Respelled(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._as_places = as_places
-        self._sames, self._known = Sames(), Known(outside)
-        self._routes = Routes(self._sames.first, lambda tensor: self._known.value(tensor) is not None)
+        self._sames, self.known = Sames(), Known(outside)
+        self._routes = Routes(self._sames.first, lambda tensor: self.known.value(tensor) is not None)
         self._routed = Routed(self._routes, self._sames.first)
         self._state, self._inputs, self._outside = state, inputs, outside
 
@@ -87,11 +87,11 @@ class Respelled(TorchFunctionMode):
         if any(isinstance(a, Selected) for a in (*args, *kwargs.values())):
             return Selected.__torch_function__(func, types, args, kwargs)
         asked = (args[1:], kwargs) if self._as_places and func in _READ_BY_MASK else (args, kwargs)
-        has_size = func in _SIZED_BY_VALUES and self._known.all_of(asked)
+        has_size = func in _SIZED_BY_VALUES and self.known.all_of(asked)
         found = _INSTEAD[func](*args, **kwargs) if func in _INSTEAD and not has_size else None
         if found is None:
             with explained(func):
-                found = self._known.call(func, args, kwargs)
+                found = self.known.call(func, args, kwargs)
             self._sames.note(func, args, kwargs, found)
             self._routes.note(func, args, kwargs, found)
         return found

@@ -20,8 +20,10 @@ import torch
 import torch.fx.traceback
 from torch import nn
 
+from hap.capture.counters import Calls
 from hap.capture.dropout import ByDropout
 from hap.capture.inputs import StepInputs
+from hap.capture.kept import bind_anew
 from hap.capture.outside import Hook, Outside
 from hap.capture.recurrent import LayerByLayer
 from hap.capture.respell import Respelled
@@ -34,7 +36,8 @@ MODULE_KEY = "hap_module"  # under node.meta["custom"]
 
 class Step(nn.Module):
     """``parameters`` and ``buffers`` are the fake tensors, by the user's names; they are registered as p0.., b0...
-    ``outside``: the model's own; ``hooks``: of its parameters; ``as_places``: as of ``Respelled``."""
+    ``outside``: the model's own; ``hooks``: of its parameters; ``as_places``: as of ``Respelled``; ``calls``: what is
+    kept between those of a trace."""
 
     def __init__(
         self,
@@ -47,9 +50,11 @@ class Step(nn.Module):
         outside: Outside,
         hooks: Mapping[str, Sequence[Hook]],
         as_places: bool,
+        calls: Calls,
     ) -> None:
         super().__init__()
         self.outputs, self.outside, self.hooks, self.as_places = outputs, outside, hooks, as_places
+        self.calls = calls
         self.unregistered = (model, loss_fn)  # a tuple, so that their parameters are not this module's too
         self.parameter_names, self.buffer_names = tuple(parameters), tuple(buffers)
         self.inputs = inputs
@@ -64,6 +69,7 @@ class Step(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         model, loss_fn = self.unregistered
+        self.calls.begin()
         call = self.inputs.rebuild(tensors)
         parameters = {name: getattr(self, f"p{i}") for i, name in enumerate(self.parameter_names)}
         buffers = {name: getattr(self, f"b{i}") for i, name in enumerate(self.buffer_names)}
@@ -90,7 +96,9 @@ class Step(nn.Module):
             with self.outside.lent(model):
                 loss = find_loss(output, loss_fn, call.targets)
                 respelled.settle()
-                return loss, *found, *(buffer.detach().clone() for buffer in new.values())
+            found += [buffer.detach().clone() for buffer in new.values()]
+        self.calls.end(respelled.known.value)
+        return loss, *found
 
     def failed_module(self, error: Exception) -> str:
         """The innermost module that ``error`` left, "" if it was raised outside of any or in the root."""
@@ -109,6 +117,7 @@ class Step(nn.Module):
                     self.failed = (e, name)
                 raise
 
+        followed.__wrapped__ = forward  # type: ignore[attr-defined]
         module.forward = followed
 
 
@@ -195,7 +204,8 @@ def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.
     """A deep copy of ``model`` with the tensors whose ``id`` is a key replaced. CaptureError if it cannot be copied.
 
     A tensor that is neither parameter nor buffer is a constant of the program and moves to the CPU, if it has data.
-    What the last forward pass left in a list or a dict, which has no copy of its own, is one, too.
+    What the last forward pass left in a list or a dict, which has no copy of its own, is one, too. Functions that close
+    over the model, as hooks do, close over the copy.
     """
     memo: dict[int, Any] = dict(replacements)
     for module in model.modules():
@@ -205,7 +215,9 @@ def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.
                 if is_constant and id(tensor) not in memo:
                     memo[id(tensor)] = _constant(tensor)
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
+        bind_anew(copied, memo)
+        return copied
     except Exception as e:
         raise CaptureError(f"the model cannot be copied for capture: {type(e).__name__}: {e}") from e
 

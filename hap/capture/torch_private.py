@@ -69,8 +69,8 @@ from hap.errors import CaptureError
 
 __all__ = [
     "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "casts_for_cuda_on_cpu",
-    "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "no_trace", "pytree", "trace_joint",
-    "untraced", "watch_clipping", "watch_optimizer_states", "watch_scaling",
+    "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "is_traced", "no_trace", "pytree",
+    "trace_joint", "untraced", "watch_clipping", "watch_optimizer_states", "watch_scaling",
 ]  # fmt: skip
 
 _OWN_LIST = FunctionalTensor.tolist
@@ -130,6 +130,11 @@ def _without_collectives(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether it is of a trace, and of no use outside of that."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor)) or torch._is_functional_tensor(tensor)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 A program has parameters of its own, this rank's shares. So before an optimizer's step it is asked whether all that it
 has are parameters of models that were compiled, and none of them has a gradient; and before a program's step whether
-its model's parameters were written to since then, as by ``model.load_state_dict``, or what it knows as a constant, or
-the copies that its ``state_dict`` returns.
+its model's parameters were written to since then, as by ``model.load_state_dict``, or what it knows as a constant, a
+number that its loss function reads, or the copies that its ``state_dict`` returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hap.capture.origins import Origin
+from hap.capture.origins import Number, Origin
 from hap.errors import ProgramError
 
 _compiled: dict[int, weakref.ref[torch.Tensor]] = {}  # by id
@@ -32,7 +32,7 @@ class Forgotten:
     def __init__(self, model: nn.Module) -> None:
         named = (*model.named_parameters(), *model.named_buffers())
         self._model = [(n, weakref.ref(tensor), tensor._version) for n, tensor in named if not tensor.is_inference()]
-        self._origins: Sequence[Origin] = ()
+        self._origins: Sequence[Origin | Number] = ()
         self._copy: tuple[str, torch.Tensor, weakref.ref[torch.Tensor], int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forgotten:
@@ -41,7 +41,7 @@ class Forgotten:
         found.__dict__.update(self.__dict__, _model=[], _copy=None)
         return found
 
-    def follow(self, origins: Sequence[Origin]) -> None:
+    def follow(self, origins: Sequence[Origin | Number]) -> None:
         """These must stay as they are."""
         self._origins = origins
 
@@ -59,9 +59,14 @@ class Forgotten:
             self._copy = name, copy.detach(), weakref.ref(copy), copy._version
 
     def look(self, stacklevel: int) -> None:
-        """Before a step. ProgramError for a constant that has changed; the others are warned of."""
+        """Before a step. ProgramError for a constant, or a number, that has changed; the others are warned of."""
         for origin in self._origins:
             if origin.has_changed():
+                if isinstance(origin, Number):
+                    raise ProgramError(
+                        f"{origin.name}, which the loss function reads, has changed since the program was compiled: it "
+                        f"computes with {origin.content}: give it to the loss as a target, in a tensor"
+                    )
                 what = f"{origin.name}" if origin.name else f"a tensor of shape {tuple(origin.content.shape)}"
                 raise ProgramError(
                     f"{what}, which is no parameter or buffer of the model, has changed since the program was compiled "

@@ -300,7 +300,8 @@ def _verify_part(program: Program, part: Sequence[Instruction], available: set[s
                 _verify_work(program, work)
                 running[handle] = work
             case Wait(handle=handle, work=work):
-                assert running.pop(handle, None) == work, f"{handle} was not started, or is waited for twice"
+                started = running.pop(handle, None)
+                assert started == work, f"{handle} was not started, or is waited for twice"
     assert not running, f"nobody waits for {sorted(running)}"
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 
+MOST_ASKED = 64  # parameters, the largest: each is drafted and played
 MOST_READERS = 4  # of a parameter: of a recurrent network's, which every step in time reads, the others gain nothing
 
 
@@ -52,8 +53,10 @@ def or_apart(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
     if overlapped_s is None or not search.limits.mixtures:
         return best, overlapped_s
     problem, found, found_s = search.problem, best, overlapped_s
+    parameters = problem.choices.graph.sources("parameter")
+    largest = {n.name for n in sorted(parameters, key=lambda n: -n.meta.nbytes)[:MOST_ASKED]}
     for ways in (_terms, _reads):
-        for node in problem.choices.graph.sources("parameter"):
+        for node in (n for n in parameters if n.name in largest):
             start = found
             for strategies in ways(problem, start, node, TIE * overlapped_s):
                 search.progress.say("asking whether a weight's readers should be served apart")

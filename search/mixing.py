@@ -15,9 +15,9 @@ of alike layers, are gone through once, those with most bytes first:
     keep whatever is the shortest so far; end after ``PATIENCE`` kinds that were worth nothing
 
 A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
-summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from. Views and casts on
-the way take what comes as it is, and the sum is made of what a last cast widens. Asked where the wire has something to
-do and the step as run is longer than all that it sends, and than the compute of the busiest rank.
+summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from, even ones or not.
+Views and casts on the way take what comes as it is, and the sum is made of what a last cast widens. Asked where the
+wire has something to do and the step as run is longer than all that it sends, and than the compute of the busiest rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from hap.cost_models.work import is_view
 from hap.graph import CAST, Graph, Node, Value
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
-from hap.search.changed import changed, sizes_of
+from hap.search.changed import changed, sizes_of, sizes_with
 from hap.search.found import Found
 from hap.search.judge import TIE
 from hap.search.problem import Problem
-from hap.search.tempo import played_s
+from hap.search.starts import storing_shares
+from hap.search.tempo import played_s, played_wire_s
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -50,7 +51,7 @@ HALF, ALL, QUARTER = 0.5, 1.0, 0.25
 def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
     """``best``, or if it is shorter as run, the same with other parameters whole or in shards."""
     most = search.limits.mixtures
-    if overlapped_s is None or not most or best.regather or not _waits(best, overlapped_s):
+    if overlapped_s is None or not most or best.regather or not _waits(search.problem, best, overlapped_s):
         return best, overlapped_s
     search.progress.say("asking which parameters should be whole")
     mixture, parts, found, found_s = _Mixture.of(search.problem, best), dict[int, float](), best, overlapped_s
@@ -60,20 +61,21 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
         while pending and most and kind - gained_by <= PATIENCE:
             search.progress.check()
             part, most = pending.pop(), most - 1
-            tried = mixture.turned({**parts, kind: part})
-            tried_s = played_s(search.problem, tried) if tried.fits else found_s
-            is_shorter = tried_s < found_s
+            is_shorter, before_s = False, found_s
+            for tried in mixture.turned({**parts, kind: part}):
+                if tried.fits and (tried_s := played_s(search.problem, tried)) < found_s:
+                    is_shorter, found, found_s = True, tried, tried_s
             if is_shorter:
-                gained_by = kind if tried_s < found_s * (1 - WORTH) else gained_by
-                parts[kind], found, found_s = part, tried, tried_s
+                gained_by = kind if found_s < before_s * (1 - WORTH) else gained_by
+                parts[kind] = part
             if part == HALF and (is_shorter or len(members) >= 4):
                 pending.append(ALL if is_shorter else QUARTER)
     return (found, found_s) if found_s < overlapped_s * (1 - TIE) else (best, overlapped_s)
 
 
-def _waits(best: Found, overlapped_s: float) -> bool:
+def _waits(problem: Problem, best: Found, overlapped_s: float) -> bool:
     """Whether the wire has something to do, and it and the devices wait for each other for long."""
-    busy_s, sent_s = max(best.evaluation.compute_s), best.evaluation.communication_s
+    busy_s, sent_s = max(best.evaluation.compute_s), played_wire_s(problem, best)
     return sent_s > SENT * busy_s and overlapped_s > (1 + WAITING) * max(busy_s, sent_s)
 
 
@@ -104,14 +106,18 @@ class _Mixture:
         ]
         return cls(problem, best, tuple(tuple(t for t in kind if t is not None) for kind in turned if any(kind)))
 
-    def turned(self, parts: Mapping[int, float]) -> Found:
-        """The plan with these parts of its kinds the other way, every so many-th member of a kind."""
+    def turned(self, parts: Mapping[int, float]) -> Iterator[Found]:
+        """The plan with these parts of its kinds the other way, every so many-th member of a kind: new shards even, and
+        by what takes least to gather and to sum into, where that is another way."""
         strategies = dict[str, Strategy]()
         for kind, part in parts.items():
             for i, other in enumerate(self.kinds[kind]):
                 if int((i + 1) * part) > int(i * part):
                     strategies.update(other)
-        return changed(self.problem, self.best, strategies)
+        yield (even := changed(self.problem, self.best, strategies))
+        storing = storing_shares(self.problem)
+        if storing is not None and sizes_with(self.problem, self.best, strategies, storing) != even.sizes:
+            yield changed(self.problem, self.best, strategies, storing)
 
 
 def _turned(problem: Problem, best: Found, node: Node) -> Mapping[str, Strategy] | None:

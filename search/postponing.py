@@ -9,7 +9,8 @@ compute and b the wire of such a call,
 
     postponed     the calls with b <= a part of a
     each runs     as soon as the wire has work for longer than it takes, and the chain to the next send;
-                  while a collective is waited for; before what reads its result; else at the end
+                  while a collective is waited for, if there is time, or what sends nothing begun then at least
+                  (``over``); before what reads its result; else at the end
     goes ahead    of a product of the chain: what is sent, postponed or not, where the wire would have nothing to do
                   until both are made; of several the one with most b for its a
 
@@ -17,8 +18,8 @@ which is Johnson's rule for two machines in a row (S. M. Johnson 1954: what take
 second comes last), with a chain. With all calls postponed they fill what is waited for on the chain (a mixture's
 exchanges) and go ahead as the wire needs. When things end is estimated by one clock for the compute of the busiest rank
 and one for the wire, with small results bundled before they are sent. For each part of ``PARTS``, with and without
-going ahead, the order so found is played as it would run, and the shortest is taken if its memory fits: what a
-postponed call reads lives longer.
+going ahead and ``over``, the order so found is played as it would run, and the shortest is taken if its memory fits:
+what a postponed call reads lives longer.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from hap.hosts_sum import HOSTS_SUM
 from hap.order import Postponed
 from hap.search.found import Found
 from hap.search.score import score_of
-from hap.search.tempo import Tempo, played_s, unplaced
+from hap.search.tempo import Tempo, played_s, played_wire_s, unplaced
 
 if TYPE_CHECKING:
     from hap.search.planner import Search
@@ -56,18 +57,17 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
     """``best``, or if it is shorter as run, the same with some calls of the backward pass at other places."""
     if overlapped_s is None or not search.limits.mixtures:
         return best, overlapped_s
-    busy_s, sent_s = max(best.evaluation.compute_s), best.evaluation.communication_s
-    if overlapped_s <= (1 + WAITING) * max(busy_s, sent_s):
-        return best, overlapped_s
     problem = search.problem
+    if overlapped_s <= (1 + WAITING) * max(*best.evaluation.compute_s, played_wire_s(problem, best)):
+        return best, overlapped_s
     if any(n.op == HOSTS_SUM for n in problem.choices.graph.nodes):
         return best, overlapped_s  # hosts, whose plans differ, make their sums in one order
     search.progress.say("asking which gradients can wait")
     plain = replace(best, postponed={})
     backward, shorter, met = _Backward.of(search, plain), list[tuple[float, Found]](), list[Postponed]([{}])
-    for part, ahead in itertools.product(PARTS, (False, True)):
+    for over, part, ahead in itertools.product((False, True), PARTS, (False, True)):
         search.progress.check()
-        postponed = backward.postponed(part, ahead=ahead)
+        postponed = backward.postponed(part, ahead=ahead, over=over)
         if postponed in met:
             continue
         met.append(postponed)
@@ -183,11 +183,11 @@ class _Backward:
         """Of the units, where each begins."""
         return [unit.members[0] for unit in self.units]
 
-    def postponed(self, part: float, *, ahead: bool) -> Postponed:
+    def postponed(self, part: float, *, ahead: bool, over: bool = False) -> Postponed:
         """With those units postponed whose wire is at most this part of their compute; ``ahead``: some go ahead of the
-        chain."""
+        chain; ``over``: some take longer than what is waited for."""
         late = [unit for unit in self.units if unit.wire_s <= part * unit.compute_s]
-        return _Order(self, {m: unit for unit in late for m in unit.members}, ahead).run()
+        return _Order(self, {m: unit for unit in late for m in unit.members}, ahead, over).run()
 
     def nodes(self, at: int) -> tuple[str, ...]:
         """The node of a call of the backward pass; none of a conversion, or of a call of the forward pass."""
@@ -208,6 +208,7 @@ class _Order:
     backward: _Backward
     unit_of: dict[int, _Unit]
     ahead: bool
+    over: bool
     clock_s: float = 0.0
     wire_s: float = 0.0
     waiting: dict[_Unit, int] = field(default_factory=dict)
@@ -314,9 +315,12 @@ class _Order:
         self.done.add(at)
 
     def _fill(self, until_s: float, at: int) -> None:
-        """What has time until then runs before that instruction, the longest waiting first."""
+        """What has time until then runs before that instruction, the longest waiting first; some of what sends nothing
+        even if it takes longer: it would otherwise come at the end."""
         for unit in tuple(self.waiting):
-            if unit in self.waiting and self.clock_s + unit.compute_s <= until_s:
+            if unit not in self.waiting:
+                continue
+            if self.clock_s + unit.compute_s <= until_s or (self.over and not unit.wire_s and self.clock_s < until_s):
                 self._postpone(unit, at)
 
     def _postpone(self, unit: _Unit, at: int) -> None:

@@ -97,7 +97,7 @@ class KeptSolver:
             update = model_update_pb2.ModelUpdateProto()
             update.objective_updates.linear_coefficients.ids.extend(changed.tolist())
             update.objective_updates.linear_coefficients.values.extend(cost[changed].tolist())
-            assert self._solver.update(update), "an objective can be changed in place"
+            self._update(update, "an objective")
 
     def limit(self, upper: Array) -> None:
         """Other upper bounds (V,)."""
@@ -107,7 +107,11 @@ class KeptSolver:
             update = model_update_pb2.ModelUpdateProto()
             update.variable_updates.upper_bounds.ids.extend(changed.tolist())
             update.variable_updates.upper_bounds.values.extend(upper[changed].tolist())
-            assert self._solver.update(update), "bounds can be changed in place"
+            self._update(update, "bounds")
+
+    def _update(self, update: model_update_pb2.ModelUpdateProto, what: str) -> None:
+        if not self._solver.update(update):  # no assertion: it is done under ``python -O``, too
+            raise AssertionError(f"{what} can be changed in place")
 
     def solve(
         self,

@@ -98,6 +98,10 @@ class Score:
         free = np.maximum(_later(free, rows[done:]), outward) + times.update_s
         return max(float(free.max(initial=0.0)), wire)
 
+    def wire_s(self, times: Times) -> float:
+        """Of all that the wire does, sums over hosts on a stream of their own left out."""
+        return sum(times.wire_s[act.work] for act in self.acts if act.issues and not act.over_hosts)
+
     def events(self, times: Times) -> Iterator[Event]:
         """The same, event by event."""
         yield Local("step", "forward", times.around_s)

@@ -29,9 +29,8 @@ def find_starts(problem: Problem) -> list[Start]:
     """Share vectors to begin from, most promising first."""
     devices, speed = problem.cluster.devices, 1.0 / problem.whole_s
     memory = np.array([d.memory_bytes for d in devices], dtype=np.float64)
-    largest = max((n.meta.nbytes for n in problem.choices.graph.sources("parameter")), default=0)
-    storing = problem.facts.wires.cheapest_shares(min(largest, TYPICAL_BYTES))
-    vectors = [] if storing is None else [(speed, storing)]
+    storing = storing_shares(problem)
+    vectors = [] if storing is None else [(speed, np.array(storing))]
     for slow in sorted({round(float(s), 12) for s in speed / speed.max()})[-2::-1]:
         fast = np.where(speed / speed.max() > slow + 1e-9, speed, 0.0)
         vectors.append((fast, fast))  # who stores nothing, either, has nothing to send
@@ -40,6 +39,13 @@ def find_starts(problem: Problem) -> list[Start]:
         vectors = vectors[:1]
     starts = [Start(*(tuple((v / v.sum()).tolist()) for v in pair)) for pair in vectors]
     return list(dict.fromkeys(starts))
+
+
+def storing_shares(problem: Problem) -> Sequence[float] | None:
+    """Of the ranks, at which what all need takes least to gather and to sum into; None for a single rank."""
+    largest = max((n.meta.nbytes for n in problem.choices.graph.sources("parameter")), default=0)
+    found = problem.facts.wires.cheapest_shares(min(largest, TYPICAL_BYTES))
+    return None if found is None else tuple(found.tolist())
 
 
 def least_compute_s(problem: Problem, left_out: Sequence[int] = ()) -> float:

@@ -37,6 +37,18 @@ def played_s(problem: Problem, found: Found) -> float:
     return ((count - 1) * before_s + whole.step_s(tempo.times(whole, adding_s + tempo.update_s))) / count
 
 
+def played_wire_s(problem: Problem, found: Found) -> float:
+    """Seconds of the wire in that step, its collectives bundled: of many small ones far less than they take alone."""
+    tempo = Tempo(problem, found)
+    whole, apart = _scores(problem, found, tempo.sizes)
+    last_s = whole.wire_s(tempo.times(whole, tempo.update_s))
+    if apart is None:
+        return last_s
+    count = problem.facts.batches.count
+    before_s = apart.score.wire_s(tempo.times(apart.score, tempo.update_s))
+    return ((count - 1) * before_s + last_s) / count
+
+
 @dataclass(frozen=True, eq=False)
 class Tempo:
     """How long what a plan's program does takes: at the plan's ``sizes``, on classes of ranks that are alike where

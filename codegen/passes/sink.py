@@ -1,7 +1,8 @@
 """What is only made ready to be handed out waits for the end of its part.
 
 A gradient is often summed over the ranks and then viewed, cast or transposed. Where it stands, such a call makes the
-program wait for the sum at once. Behind everything else it leaves the sum the rest of the part to arrive in.
+program wait for the sum at once. Behind everything else it leaves the sum the rest of the part to arrive in. Products
+stay: what they read would be held until then, and where they run best is the search's to say.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hap.codegen.passes.windows import is_product
 from hap.codegen.program import Call, Convert, Instruction, Program
 from hap.hosts_sum import HOSTS_SUM
 
@@ -36,15 +38,17 @@ def _sunk(part: Sequence[Instruction]) -> tuple[Instruction, ...]:
 
 
 def _need_a_conversion(part: Sequence[Instruction]) -> frozenset[int]:
-    """Numbers of the calls, but sums over hosts, that read, through other calls, what a collective of the part makes,
-    and little else: all that they read was made by a conversion, by another such call, or outside the part."""
+    """Numbers of the calls, but sums over hosts and products, that read, through other calls, what a collective of the
+    part makes, and little else: all that they read was made by a conversion, by another such call, or outside the part.
+    """
     converted: set[str | None] = set()
     others: set[str | None] = set()  # what else the part has made
     found: set[int] = set()
     for position, instruction in enumerate(part):
         if isinstance(instruction, Call):
             inputs = instruction.inputs
-            if not converted.isdisjoint(inputs) and others.isdisjoint(inputs) and instruction.op != HOSTS_SUM:
+            stays = instruction.op == HOSTS_SUM or is_product(instruction)
+            if not stays and not converted.isdisjoint(inputs) and others.isdisjoint(inputs):
                 found.add(position)
                 converted.update(instruction.outputs)
                 continue

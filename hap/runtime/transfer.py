@@ -1,10 +1,10 @@
 """A collective on one or several values at once, in three steps: pack (compute), move (wire), unpack (compute).
 
 Packing lays what every rank needs of this rank's values one after another in one flat tensor, so that a *bundle* of
-values takes as many messages as one value does. ``move`` touches nothing but that tensor and the process group, so it
-may run beside the program; what it sends is kept until ``unpack``, as on a GPU another stream may be reading it when
-``move`` returns, and its memory would go back to the program's. The values of a bundle have one device, and one dtype
-where sums are made.
+values takes as many messages as one value does. Partial sums are not held any longer then. ``move`` touches nothing but
+that tensor and the process group, so it may run beside the program; what it sends is kept until ``unpack``, as on a GPU
+another stream may be reading it when ``move`` returns, and its memory would go back to the program's. The values of a
+bundle have one device, and one dtype where sums are made.
 """
 
 from __future__ import annotations
@@ -145,11 +145,13 @@ class Reduce:
 
     def __init__(self, here: Here, values: Sequence[torch.Tensor], how: str) -> None:
         self.here, self.how, self.values = here, how, values
+        self.shapes = [value.shape for value in values]
         self.begins = how == "ring" and any(value.numel() for value in values)
 
     def pack(self) -> None:
         parts = [value.reshape(-1) for value in self.values]
         self.flat = parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts)
+        self.values = ()
 
     def begin(self) -> dist.Work:
         return _begun(dist.all_reduce(self.flat, group=self.here.group, async_op=True))
@@ -164,8 +166,8 @@ class Reduce:
         perform(schedule, self.flat, self.here.group)
 
     def unpack(self) -> list[torch.Tensor]:
-        parts = self.flat.split([value.numel() for value in self.values])
-        return [part.view(value.shape) for part, value in zip(parts, self.values, strict=True)]
+        parts = self.flat.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class Scatter(_InSteps):
@@ -191,6 +193,7 @@ class Scatter(_InSteps):
         parts = [[pieces[r] for pieces in dealt] for r in range(self.here.world_size)]
         self.lengths = [sum(p.numel() for p in row) for row in parts]
         self.flat = torch.cat([p for row in parts for p in row])
+        self.values = ()
 
     def move(self) -> None:
         here, lengths = self.here, self.lengths
@@ -202,6 +205,8 @@ class Scatter(_InSteps):
         else:
             perform(_scatter_schedule(self.how, tuple(lengths), self.flat.itemsize), self.flat, here.group)
             self.mine = self.flat[start : start + lengths[here.rank]].clone()
+        if self.flat.device.type == "cpu":
+            self.flat = self.mine
 
     def unpack(self) -> list[torch.Tensor]:
         parts = self.mine.split([math.prod(shape) for shape in self.shapes])

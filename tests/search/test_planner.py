@@ -211,3 +211,14 @@ def test_plans_are_byte_identical_whatever_the_hash_seed_and_the_threads() -> No
         check=True,
     )
     assert done.stdout.strip() == here
+
+
+def test_without_assertions_plans_are_the_same_to_the_byte() -> None:
+    """``python -O`` leaves out what stands in assertions."""
+    code = "from tests.search.models import cluster, gpt2; from hap.search import plan_graph; import sys; "
+    code += "sys.stdout.write(plan_graph(gpt2(1), cluster((2, '16GB'), (1, '16GB'), network='1GB/s')).to_json())"
+    found = [
+        subprocess.run([sys.executable, *flags, "-c", code], cwd=ROOT, check=True, capture_output=True).stdout
+        for flags in ([], ["-O"])
+    ]
+    assert found[0] == found[1] and len(found[0]) > 1000

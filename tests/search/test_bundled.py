@@ -1,0 +1,66 @@
+"""What is changed last is asked by what the wire takes bundled, and new shards may be uneven."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hap.capture import capture
+from hap.cluster import ClusterSpec
+from hap.rules.choices import Choices, choices
+from hap.search import Pins, plan_graph
+
+HOST = """
+  - name: {0}
+    devices: [{{name: k{1}, count: {2}, tflops: {{float32: {1}}}, memory: 64GB, memory_bandwidth: {3}GB/s}}]
+    link: {{bandwidth: {4}, latency: 4us}}
+    network: {{bandwidth: {5}, latency: {6}}}"""
+
+
+def hosts(backend: str, *of: tuple[int, int, str, str, str]) -> ClusterSpec:
+    """Each: TFLOP/s, devices, link, network, its latency."""
+    text = "".join(HOST.format(f"h{i}", speed, count, 60 * speed, *way) for i, (speed, count, *way) in enumerate(of))
+    return ClusterSpec.from_yaml(f"name: test\nbackend: {backend}\nhosts:{text}")
+
+
+class Layers(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, batch_first=True, norm_first=True) for _ in "ab")
+        self.layers, self.out = nn.Sequential(*layers), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.out(self.layers(x)).square().mean()
+        return loss
+
+
+def model(width: int, length: int) -> Choices:
+    with torch.device("meta"):
+        return choices(capture(Layers(width), torch.empty(32, length, width), name="layers"))
+
+
+def as_run_s(found: Choices, on: ClusterSpec, pins: Pins | None = None) -> float:
+    predicted = plan_graph(found, on, pins=pins).predicted
+    assert predicted.overlapped_s is not None
+    return predicted.overlapped_s
+
+
+def test_where_single_collectives_would_take_longer_than_the_step_parameters_may_be_in_shards() -> None:
+    """Of many small gradients on a network that messages wait long for."""
+    found = model(256, 64)
+    on = hosts("gloo", (20, 4, "50GB/s", "3GB/s", "200us"), (2, 4, "6GB/s", "3GB/s", "5us"))
+    assert as_run_s(found, on) < 0.97 * as_run_s(found, on, Pins(placements={"*.weight": "S(1)"}))
+
+
+def test_new_shards_lie_where_they_are_gathered_from_soonest() -> None:
+    """Even ones would all wait for the host with the slow network."""
+    found = model(768, 256)
+    fast, slow = ("12GB/s", "30us"), ("1GB/s", "200us")
+    on = hosts(
+        "nccl",
+        (10, 4, "50GB/s", *fast),
+        (2, 1, "6GB/s", *slow),
+        (10, 1, "6GB/s", "1GB/s", "5us"),
+        (2, 4, "6GB/s", "12GB/s", "5us"),
+    )
+    assert as_run_s(found, on) <= 1.01 * as_run_s(found, on, Pins(placements={"*": "S(0)"}))

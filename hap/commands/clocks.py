@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hap.commands import shared
-from hap.commands.launching import environment, launch_arguments
+from hap.commands.launching import environment, launch_arguments, launched
 from hap.commands.shared import Batch, ClusterOption, HuggingFace, ModelArgument, PlanArgument, SequenceLength
 from hap.errors import HapError
 
@@ -94,7 +93,7 @@ def _check_named(model: str | None, hf: str | None, batch: int | None, seq: int 
 def _launch(spec: ClusterSpec) -> int:
     """The same command once more, on a rank for each device."""
     command = [sys.executable, "-m", "torch.distributed.run", *launch_arguments(spec, None, None), "-m", "hap"]
-    return subprocess.run([*command, *sys.argv[1:]], env=environment(spec), check=False).returncode
+    return launched([*command, *sys.argv[1:]], environment(spec))
 
 
 def _on_ranks(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -24,6 +25,7 @@ KEEPS_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(
@@ -52,8 +54,8 @@ def run(
 
     Ranks on CPUs keep the memory that a step frees, for the next one (glibc's MALLOC_ variables, if they are not set).
 
-    Exits with what torchrun returned. With --json the script's own output goes to stderr, and stdout has the command,
-    its exit code and its seconds.
+    Exits with what torchrun returned; Ctrl-C and SIGTERM end the ranks, too. With --json the script's own output goes
+    to stderr, and stdout has the command, its exit code and its seconds.
     """
     from hap.cluster import ClusterSpec
     from hap.run_record import VARIABLE
@@ -71,10 +73,39 @@ def run(
     command += context.args
     started = time.monotonic()
     out = sys.stderr if as_json else None
-    code = subprocess.run(command, env=environment(part) | own, check=False, stdout=out).returncode
+    code = launched(command, environment(part) | own, out)
     if as_json:
         print_json({"command": command, "exit_code": code, "seconds": time.monotonic() - started})
     raise typer.Exit(code)
+
+
+def launched(command: list[str], environment: dict[str, str], stdout: TextIO | None = None) -> int:
+    """Run torchrun to its end: what it returned, or 128 and the number of the signal that ended it.
+
+    Ranks are in sessions of their own, and nobody but torchrun ends them. So it is told of what would end this process,
+    and has the time that it takes; once, in a process group of its own: told again it would stop ending them."""
+    told: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _: object) -> None:
+        if number not in told:
+            told.append(number)
+            if process is not None:
+                process.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in PASSED_ON}
+    before = {number: was for number, was in before.items() if was not in (signal.SIG_IGN, None)}  # nohup ignores one
+    try:
+        for number in before:
+            signal.signal(number, pass_on)
+        process = subprocess.Popen(command, env=environment, stdout=stdout, process_group=0)
+        for earlier in told:
+            process.send_signal(earlier)
+        code = process.wait()
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+    return 128 + told[0] if told and code else code
 
 
 def environment(cluster: ClusterSpec) -> dict[str, str]:

@@ -7,9 +7,10 @@ stands in its provenance by rank and by name in the whole cluster, so that a job
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from hap.errors import PlanError
@@ -17,6 +18,7 @@ from hap.plan import Plan
 from hap.report.words import FEW_RANKS, counted, listed, seconds
 
 FEW = 8  # devices that are named one by one, and hosts that have a line each
+SHOWN = "CUDA_VISIBLE_DEVICES"  # where it is set, a host's GPUs are those that it names, in its order
 PORT = 29500  # torchrun's own
 SCRIPT = "SCRIPT.py --cluster CLUSTER.yaml --plan X.plan.json"  # what hap run hands on to a script, too
 
@@ -101,15 +103,17 @@ def how_to_start(plan: Plan) -> list[str]:
     """One line for each host that takes part, or of many hosts for each run of those that start alike."""
     hosts, cuda = parts(plan), plan.provenance.backend == "nccl"
     if len(hosts) == 1:
-        return [f"on {hosts[0].host}: {_visible(hosts[0], cuda)}torchrun --standalone {_ranks(hosts[0])} {SCRIPT}"]
+        shown = _visible(hosts[0], cuda, here=True)
+        return [f"on {hosts[0].host}: {shown}torchrun --standalone {_ranks(hosts[0])} {SCRIPT}"]
     lines = []
     for first, last in _alike(hosts):
         part = hosts[first]
         one = first == last
         where = part.host if one else f"{part.host} to {hosts[last].host}"
         number = f"{first}" if one else f"N (N from {first} to {last}, in their order)"
+        shown = _visible(part, cuda, here=False)
         lines.append(
-            f"on {where}: {_visible(part, cuda)}torchrun --nnodes {len(hosts)} --node-rank {number} {_ranks(part)} "
+            f"on {where}: {shown}torchrun --nnodes {len(hosts)} --node-rank {number} {_ranks(part)} "
             f"--master-addr {hosts[0].host} --master-port {PORT} {SCRIPT}"
         )
     return lines
@@ -131,15 +135,37 @@ def _ranks(part: Part) -> str:
 
 def visible(plan: Plan, host: str | None) -> dict[str, str]:
     """The environment of a host's ranks (None: the only host of the plan, if there is one): which of its GPUs they see,
-    where it has others."""
+    where it has others. PlanError if this process sees too few to tell which they are."""
     mine = [part for part in parts(plan) if host in (None, part.host)]
-    return _environment(mine[0], plan.provenance.backend == "nccl") if len(mine) == 1 else {}
+    if len(mine) != 1 or not (found := _environment(mine[0], plan.provenance.backend == "nccl")):
+        return {}
+    if (shown := os.environ.get(SHOWN)) is None:
+        return found
+    if (named := _named(mine[0])) is None:
+        raise PlanError(
+            f"the plan is for {_numbered(mine[0])} of the {mine[0].of} GPUs of {mine[0].host}, and {SHOWN}={shown!r} "
+            "shows fewer: name them all, or unset it"
+        )
+    return {SHOWN: named}
 
 
-def _visible(part: Part, cuda: bool) -> str:
-    return "".join(f"{name}={value} " for name, value in _environment(part, cuda).items())
+def _visible(part: Part, cuda: bool, here: bool) -> str:
+    """``here``: it may be this machine, where some are shown."""
+    found = _environment(part, cuda)
+    if found and here:
+        found = {SHOWN: _named(part) or found[SHOWN]}
+    return "".join(f"{name}={value} " for name, value in found.items())
 
 
 def _environment(part: Part, cuda: bool) -> dict[str, str]:
-    numbers = ",".join(map(str, part.numbers))
-    return {"CUDA_VISIBLE_DEVICES": numbers} if cuda and len(part.numbers) < part.of else {}
+    return {SHOWN: _numbered(part)} if cuda and len(part.numbers) < part.of else {}
+
+
+def _numbered(part: Part) -> str:
+    return ",".join(map(str, part.numbers))
+
+
+def _named(part: Part) -> str | None:
+    """The host's GPUs that take part among those that this process sees, in their words. None if it sees fewer."""
+    shown = list(takewhile(lambda one: one and one[0] != "-", map(str.strip, os.environ.get(SHOWN, "").split(","))))
+    return ",".join(shown[number] for number in part.numbers) if len(shown) >= part.of else None

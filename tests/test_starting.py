@@ -103,7 +103,9 @@ def test_the_text_names_who_is_left_out_what_all_would_take_and_how_to_start() -
     assert "no plan of one axis for these devices, for all, or for all but the slowest kinds can take less than" in said
 
 
-def test_on_several_hosts_each_has_its_command_and_sees_only_its_devices_that_take_part() -> None:
+def test_on_several_hosts_each_has_its_command_and_sees_only_its_devices_that_take_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ranks 0, 3 and 5 of six: the second and third device of host a, the first of host b, both of host c."""
     names = ("a/new#0", "a/new#1", "b/new#0", "c/new#0", "c/new#1")
     plan = told("nccl", names, {0: "a/old#0", 4: "b/old#1"})
@@ -114,6 +116,7 @@ def test_on_several_hosts_each_has_its_command_and_sees_only_its_devices_that_ta
         f"on b: CUDA_VISIBLE_DEVICES=0 torchrun --nnodes 3 --node-rank 1 --nproc-per-node 1 {where}",
         f"on c: torchrun --nnodes 3 --node-rank 2 --nproc-per-node 2 {where}",
     ]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert [visible(plan, host) for host in ("a", "c", None)] == [{"CUDA_VISIBLE_DEVICES": "1,2"}, {}, {}]
     assert "CUDA" not in "".join(how_to_start(told("gloo", names, {0: "a/old#0", 4: "b/old#1"})))
     assert refusal(plan, 7) == (
@@ -202,9 +205,19 @@ def test_hap_run_on_a_host_starts_a_rank_for_each_of_its_devices() -> None:
         launch_arguments(WHOLE, "a", None)
 
 
-def test_a_plan_for_some_devices_of_one_host_shows_its_ranks_only_these() -> None:
+def test_a_plan_for_some_devices_of_one_host_shows_its_ranks_only_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that are shown to this process, where some are."""
     plan = told("nccl", ("a/new#0", "a/new#1"), {1: "a/old#0"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible(plan, None) == visible(plan, "a") == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,6,7")
+    assert visible(plan, None) == {"CUDA_VISIBLE_DEVICES": "4,6"}
+    assert how_to_start(plan)[0].startswith("on a: CUDA_VISIBLE_DEVICES=4,6 torchrun ")
+    for few in ("", "4,5", "4,5,-1,6"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", few)
+        with pytest.raises(hap.HapError, match=f"the plan is for 0,2 of the 3 GPUs of a, and .*='{few}' shows fewer"):
+            visible(plan, None)
+        assert how_to_start(plan)[0].startswith("on a: CUDA_VISIBLE_DEVICES=0,2 torchrun ")
 
 
 def test_hap_run_with_the_plan_starts_the_others(

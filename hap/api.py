@@ -45,9 +45,9 @@ from hap.runtime.program import HapProgram
 from hap.runtime.variants import Built
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.judge import default_passes, played
-from hap.search.limits import Method
+from hap.search.limits import Method, check_asked
 from hap.search.mesh import plan_mesh as search_mesh
-from hap.search.pins import Pins
+from hap.search.pins import Pins, check_pins
 from hap.search.planner import Effort, plan_graph
 from hap.search.subsets import without
 from hap.starting import left_out, refusal
@@ -103,6 +103,7 @@ def plan(
 
     ClusterError, CaptureError, MissingRuleError, InfeasibleError, PlanError: one line each that says what to change.
     """
+    check_asked(effort, method, gradient_accumulation_steps, "best")
     spec = _cluster(cluster, profile)
 
     def decide(inputs: Any, targets: Any, batches: int) -> Plan:
@@ -138,6 +139,7 @@ def plan_mesh(
 
     PlanError, too, for a cluster of one host, less than one sample a host, or a step that mixes samples.
     """
+    check_asked(effort, "milp", gradient_accumulation_steps, "best")
     spec = _cluster(cluster)
 
     def decide(inputs: Any, targets: Any, batches: int) -> MeshPlan:
@@ -180,9 +182,9 @@ def compile(
     start from rank 0's values of ``model``; a model on ``meta`` needs ``load_state_dict`` before the first step.
     ``device`` defaults to this rank's GPU under NCCL, else the CPU, where a cluster of ``backend: nccl`` runs only if
     that is named here. ``passes_off`` names passes (``hap.codegen.passes.runner``) to leave out, ``("bucket",
-    "overlap")`` for one. With ``plan`` gradients are exchanged as it says, and a ``reduce_dtype``, an ``optimizer`` and
-    ``gradient_accumulation_steps`` must be its own where they are given; what is planned without them is for ``adamw``
-    and steps of one batch.
+    "overlap")`` for one. With ``plan`` gradients are exchanged as it says, and a ``reduce_dtype``, an ``optimizer``,
+    ``gradient_accumulation_steps`` and ``pins`` must be its own where they are given; what is planned without them is
+    for ``adamw`` and steps of one batch.
     The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
     """
     if cluster is None and plan is None:
@@ -213,11 +215,13 @@ def compile(
         assert spec is not None
         state_of = "adamw" if optimizer is None else optimizer
         batches = 1 if gradient_accumulation_steps is None else gradient_accumulation_steps
+        check_asked(effort, "milp", batches)
         return _decide(graph, spec, state_of, pins, effort, budget_s, batches=batches).to_json()
 
     decided = parse_plan(comm.from_rank_zero(together(comm, decide)), "the plan of rank 0")
     agree(comm, "the plan", decided.checksum)
-    together(comm, lambda: _check_given(decided, optimizer, gradient_accumulation_steps))
+    given_pins = None if plan is None else pins
+    together(comm, lambda: _check_given(decided, optimizer, gradient_accumulation_steps, given_pins))
     graph = as_planned(graph, decided.provenance)
     if isinstance(decided, MeshPlan):
         check_mesh_plan(decided, graph, spec, comm.world_size)
@@ -231,6 +235,7 @@ def compile(
     if spec is not None:
         spec.check_world_size(comm.world_size)
     _check_plan(decided, graph, spec, comm.world_size)
+    together(comm, lambda: check_pins(decided, graph, given_pins))
     outcome = together(comm, lambda: _rewritten(lower(graph, decided), spec, passes_off))
     program = outcome.program
     agree_on_program(comm, "the program", program)
@@ -373,8 +378,10 @@ def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_siz
         raise PlanError(f"the plan is for {made_for.world_size} ranks, this job has {world_size}")
 
 
-def _check_given(plan: Plan | MeshPlan, optimizer: str | None, batches: int | None) -> None:
-    """PlanError for an optimizer or a number of batches that is given and not the plan's."""
+def _check_given(plan: Plan | MeshPlan, optimizer: str | None, batches: int | None, pins: Pins | None) -> None:
+    """PlanError for an optimizer or a number of batches that is given and not the plan's, or pins where none can be."""
+    if pins is not None and isinstance(plan, MeshPlan):
+        raise PlanError("pins are for plans of one axis, and this one is of two; leave them out")
     made, count = plan.provenance.optimizer, plan.gradient_accumulation_steps
     if optimizer not in (None, made):
         raise PlanError(f"the plan is for {made}, and optimizer is {optimizer}; plan again, or leave that out")

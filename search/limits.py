@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from hap.errors import PlanError
 
 Effort = Literal["quick", "normal", "thorough"]
 Method = Literal["milp", "astar"]  # who chooses the strategies
@@ -37,3 +39,16 @@ LIMITS: Mapping[Effort, Limits] = {
     "thorough": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16, boxes=500),
 }
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger
+
+
+def check_asked(effort: str, method: str, batches: int | str, best: str = "") -> None:
+    """PlanError for an effort, a method or a number of batches a step that is none; ``best``: what it may be, too."""
+    for name, given, known in (("effort", effort, get_args(Effort)), ("method", method, get_args(Method))):
+        if given not in known:
+            raise PlanError(f"{name} {given!r} is none of {', '.join(known)}")
+    if isinstance(batches, str) and batches == best:
+        return
+    if not isinstance(batches, int):
+        raise PlanError(f"a step has a whole number of batches, not {batches!r}; hap.plan finds the best one")
+    if batches < 1:
+        raise PlanError(f"a step has at least one batch, not {batches}")

@@ -41,9 +41,9 @@ from hap.plan import GroupPlan, Plan, Strategy
 from hap.rules.choices import Choices, choices
 from hap.rules.host_graph import batch_group, deal_batch, host_graph, summed
 from hap.search.judge import batches_events
-from hap.search.limits import Effort
+from hap.search.limits import Effort, check_asked
 from hap.search.mesh_bound import arithmetic_s, least_s, slowest_rate, speeds, sums_s
-from hap.search.planner import check_batches, plan_graph
+from hap.search.planner import plan_graph
 from hap.search.rounding import round_shares
 from hap.search.subsets import without
 from hap.units import format_rate, format_time
@@ -70,7 +70,7 @@ def plan_mesh(
     PlanError: there is one host, some host's part of the batch would be less than half a sample, or the step needs more
     between hosts than sums. InfeasibleError if a host's part fits in no way. Deterministic, as ``plan_graph`` is.
     """
-    check_batches(batches)
+    check_asked(effort, "milp", batches)
     if len(cluster.hosts) < 2:
         raise PlanError(f"cluster {cluster.name!r} has one host: there is no second axis, between hosts")
     if type(cluster) is not ClusterSpec:

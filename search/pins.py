@@ -17,11 +17,13 @@ from fnmatch import fnmatchcase
 from hap.errors import InfeasibleError, PlanError
 from hap.graph import Graph, Node
 from hap.placement import Placement, Shard, Sizes, parse_placement
-from hap.plan import Strategy
-from hap.rules.choices import Choices, Group
+from hap.plan import Plan, Strategy
+from hap.rules.choices import Choices, Group, choices
+from hap.search.rounding import round_shares
 
 _SHARD = re.compile(r"S\((\d+)\)")
 _WILD = re.compile(r"[*?\[]")
+AGAIN = "plan again with the pins, or leave them out"
 INPUT_ROOTS = ("args", "kwargs", "targets")
 
 
@@ -41,27 +43,47 @@ class Pins:
     ratios: tuple[float, ...] | None = None
 
 
-def pinned_candidates(choices: Choices, pins: Pins) -> dict[str, tuple[Strategy, ...]]:
+def pinned_candidates(possible: Choices, pins: Pins) -> dict[str, tuple[Strategy, ...]]:
     """The strategies of every node that agree with the pins. PlanError: a pin matches nothing or cannot be read.
     InfeasibleError: a named tensor cannot lie so."""
-    candidates = {name: tuple(strategies) for name, strategies in choices.strategies.items()}
+    candidates = {name: tuple(strategies) for name, strategies in possible.strategies.items()}
+    for name, placement in _decided(possible, pins).items():
+        candidates[name] = _allowed(possible.strategies[name], placement)
+    return candidates
+
+
+def check_pins(plan: Plan, graph: Graph, pins: Pins | None) -> None:
+    """PlanError if the plan, which is for ``graph``, has something otherwise than pinned."""
+    if pins is None:
+        return
+    possible = choices(graph)
+    for name, wanted in _decided(possible, pins).items():
+        if not _allowed((found := plan.strategy(name),), wanted):
+            what = graph.by_name[name].target
+            raise PlanError(f"the plan has {what} as {found.outputs[0]}, and pins {wanted}; {AGAIN}")
+    for name, sizes in fixed_sizes(possible.groups, pins, plan.world_size).items():
+        if name in plan.groups and plan.groups[name].sizes != sizes:
+            what = possible.groups[name].label or name
+            raise PlanError(f"the plan deals out {what} as {plan.groups[name].sizes}, and pins as {sizes}; {AGAIN}")
+
+
+def _decided(possible: Choices, pins: Pins) -> dict[str, str]:
+    """Name of a node -> the placement that it is pinned to."""
     exact = [key for key in pins.placements if not _WILD.search(key)]
     wild = [key for key in pins.placements if _WILD.search(key)]
     decided: dict[str, str] = {}
     for key in wild + exact:
-        matched = _matching(choices.graph, key)
+        matched = _matching(possible.graph, key)
         if not matched:
             raise PlanError(f"pin {key!r} matches no parameter and no input")
-        able = [n for n in matched if _allowed(choices.strategies[n.name], pins.placements[key])]
+        able = [n for n in matched if _allowed(possible.strategies[n.name], pins.placements[key])]
         if not able:
-            offered = ", ".join(str(s.outputs[0]) for s in choices.strategies[matched[0].name])
+            offered = ", ".join(str(s.outputs[0]) for s in possible.strategies[matched[0].name])
             raise InfeasibleError(
                 f"pin {key!r}: {matched[0].target} cannot be {pins.placements[key]}; it can be {offered}"
             )
         decided.update((n.name, pins.placements[key]) for n in able)
-    for name, placement in decided.items():
-        candidates[name] = _allowed(choices.strategies[name], placement)
-    return candidates
+    return decided
 
 
 def _matching(graph: Graph, key: str) -> list[Node]:
@@ -100,6 +122,14 @@ def pinned_sizes(groups: Mapping[str, Group], pins: Pins, world_size: int) -> di
                 )
             found[group.name] = tuple(sizes)
     return found
+
+
+def fixed_sizes(groups: Mapping[str, Group], pins: Pins, world_size: int) -> dict[str, Sizes]:
+    """Group name -> the sizes that it has by what is pinned for it, or for all. PlanError as of ``pinned_sizes``."""
+    fixed = pinned_sizes(groups, pins, world_size)
+    if pins.ratios is not None:
+        fixed = {name: round_shares(pins.ratios, g.n) for name, g in groups.items()} | fixed
+    return fixed
 
 
 def _names(groups: Mapping[str, Group]) -> str:

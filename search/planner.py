@@ -34,7 +34,7 @@ from hap.search.gathers import all_gathered, or_gathered
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look
 from hap.search.keeping import or_keeping
-from hap.search.limits import LIMITS, Effort, Limits, Method
+from hap.search.limits import LIMITS, Effort, Limits, Method, check_asked
 from hap.search.mixing import or_mixed
 from hap.search.nested import plan_nested
 from hap.search.onward import onward, or_onward
@@ -87,7 +87,7 @@ def plan_graph(
     found.
     """
     progress = Progress(budget_s=budget_s)
-    check_batches(batches)
+    check_asked(effort, method, batches)
     problem = Problem.state(choices, cluster, optimizer, pins or Pins(), Batches.of(choices.graph, batches))
     tried = Tried([Search(problem, LIMITS[effort], progress=progress, method=method)])
     advice: Advice | None = None
@@ -146,14 +146,6 @@ def plan_graph(
         batches=batches,
         postponed=best.postponed,
     )
-
-
-def check_batches(batches: int | str) -> None:
-    """PlanError unless steps of so many batches can be planned."""
-    if isinstance(batches, str):
-        raise PlanError(f"a step has a whole number of batches, not {batches!r}; hap.plan finds the best one")
-    if batches < 1:
-        raise PlanError(f"a step has at least one batch, not {batches}")
 
 
 def _if_shorter(tried: Tried, best: Found) -> dict[str, float]:

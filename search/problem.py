@@ -25,11 +25,11 @@ from hap.fabric import Array
 from hap.hosts_sum import HOSTS_SUM
 from hap.placement import REPLICATE, GroupSizes, Shard, Sizes
 from hap.plan import Recomputed, Strategy
-from hap.rules.choices import Choices, Group, replicated
+from hap.rules.choices import Choices, replicated
 from hap.search.classes import Candidates, Classes, find_bundles, find_classes, read_again
 from hap.search.milp import Skeleton, make_skeleton
 from hap.search.owners import is_owned, with_owners
-from hap.search.pins import Pins, pinned_candidates, pinned_sizes
+from hap.search.pins import Pins, fixed_sizes, pinned_candidates
 from hap.search.prices import Facts
 from hap.search.ratios import Shares
 from hap.search.rounding import round_shares
@@ -73,7 +73,7 @@ class Problem:
         facts = Facts(choices.graph, candidates, cluster, optimizer, batches=batches)
         classes = find_classes(choices.graph, candidates, colours=facts.colours, reads=facts.every_read)
         named = {name: group for name, group in choices.groups.items() if name not in owned}
-        fixed = _fixed_sizes(named, pins, cluster.world_size) | owned
+        fixed = fixed_sizes(named, pins, cluster.world_size) | owned
         found = find_bundles(classes, candidates)
         free = (tuple(name for name in bundle if name not in fixed) for bundle in found)
         return cls(choices, cluster, optimizer, pins, facts, classes, fixed, tuple(b for b in free if b))
@@ -212,10 +212,3 @@ def _candidates(choices: Choices, cluster: ClusterSpec, optimizer: str, pins: Pi
         return candidates
     whole = {name: replicated(choices.graph.by_name[name]) for name in candidates}
     return {name: (whole[name],) if whole[name] in options else options for name, options in candidates.items()}
-
-
-def _fixed_sizes(groups: Mapping[str, Group], pins: Pins, world_size: int) -> dict[str, Sizes]:
-    fixed = pinned_sizes(groups, pins, world_size)
-    if pins.ratios is not None:
-        fixed = {name: round_shares(pins.ratios, g.n) for name, g in groups.items()} | fixed
-    return fixed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 import hap
+from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.runtime import p2p
 from hap.runtime.collectives import Communicator
+from hap.search.pins import check_pins
 from hap.together import join
 from tests._support import gpt2
 from tests._support.lab import LAB, lab
@@ -33,6 +36,16 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "loss_fn": gpt2.lm_loss,
         "effort": "quick",
     } | changes
+
+
+PLANNED = (4, 2, 2)
+
+
+@cache
+def pinned_plan() -> hap.Plan:
+    """Data parallel: the batch in given shares."""
+    pins = hap.Pins(placements={"*": "R", "args.0": "S(0)"}, sizes={"batch": PLANNED})
+    return hap.plan(bigram(), lab(), **arguments(pins=pins))
 
 
 def refusal(work: Any) -> str:
@@ -227,6 +240,48 @@ def test_what_is_said_beside_a_plan_must_be_the_plans(given: dict[str, Any], sai
     cluster = ClusterSpec.from_yaml(ONE)
     plan = hap.plan(bigram(), cluster, **arguments(optimizer="sgd+momentum", gradient_accumulation_steps=2))
     assert refusal(lambda: hap.compile(bigram(), plan=plan, **arguments(**given))).removeprefix("PlanError: ") == said
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        (hap.Pins(placements={"*": "R"}), "accepted"),
+        (hap.Pins(placements={"*.weight": "S(0)"}), "the plan has 0.weight as R, and pins S(0); plan again with"),
+        (hap.Pins(placements={"args.0": "S(0)"}, sizes={"batch": PLANNED}), "accepted"),
+        (hap.Pins(ratios=(1, 0, 0)), "the plan deals out batch as "),
+        (hap.Pins(ratios=(1, 2)), "pinned ratios (1, 2) must be 3 numbers"),
+        (hap.Pins(placements={"no.such": "R"}), "pin 'no.such' matches no parameter and no input"),
+    ],
+)
+def test_a_plan_has_what_is_pinned_beside_it(pins: hap.Pins, said: str) -> None:
+    graph = capture(bigram(), (gpt2.batch(),), loss_fn=gpt2.lm_loss, example_targets=gpt2.batch())
+    plan = pinned_plan()
+    assert refusal(lambda: check_pins(plan, graph, pins)).removeprefix("PlanError: ").startswith(said)
+
+
+def test_pins_beside_a_plan_are_not_ignored() -> None:
+    plan = hap.plan(bigram(), ClusterSpec.from_yaml(ONE), **arguments())
+    pins = hap.Pins(placements={"no.such": "R"})
+    said = refusal(lambda: hap.compile(bigram(), plan=plan, **arguments(pins=pins)))
+    assert said == "PlanError: pin 'no.such' matches no parameter and no input"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"effort": "fast"}, "PlanError: effort 'fast' is none of quick, normal, thorough"),
+        ({"method": "x"}, "PlanError: method 'x' is none of milp, astar"),
+        ({"gradient_accumulation_steps": 1.5}, "PlanError: a step has a whole number of batches, not 1.5; hap.plan "),
+        ({"gradient_accumulation_steps": "most"}, "PlanError: a step has a whole number of batches, not 'most'; hap."),
+    ],
+)
+def test_what_is_asked_for_is_looked_at_before_anything_is_done(given: dict[str, Any], said: str) -> None:
+    def unread(*_: Any) -> torch.Tensor:
+        raise AssertionError("the model was captured")
+
+    assert refusal(lambda: hap.plan(bigram(), lab(), **arguments(loss_fn=unread, **given))).startswith(said)
+    if "method" not in given:
+        assert refusal(lambda: hap.plan_mesh(bigram(), lab(), **arguments(loss_fn=unread, **given))).startswith(said)
 
 
 def test_what_is_planned_without_them_is_for_adamw_and_steps_of_one_batch() -> None:

@@ -76,9 +76,8 @@ class _Carrier:
         shares = self.plan.groups[before.group].sizes
         stored = [s.outputs[0] for s in self.found.strategies[node.name] if isinstance(s.outputs[0], Shard)]
         if node.op == "input":
-            n = node.meta.shape[0]
-            if n != batch_size(self.graph) or not stored:
-                return REPLICATE
+            if not (shape := node.meta.shape) or (n := shape[0]) != batch_size(self.graph) or not stored:
+                return REPLICATE  # as what has no dims is, whatever this input was before
             shares, before = round_shares(shares, n), Shard(0, 1, n, 1, "")
         for shard in stored:
             assert isinstance(shard, Shard)

@@ -16,12 +16,14 @@ import hap
 from benchmarks.zoo_models.reference import SameDraws
 from hap.capture import capture
 from hap.carry import carry_over
+from hap.codegen.lowering import lower
 from hap.errors import CaptureError, ProgramError
 from hap.graph import Graph
 from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.data import ShareSampler
 from hap.runtime.program import HapProgram
+from hap.search.planner import plan_graph
 from tests._support import cases, gpt2
 from tests._support.plans import (
     greedy_strategies,
@@ -303,6 +305,34 @@ def test_parameters_stay_and_the_batch_is_dealt_in_proportion() -> None:
         assert again.sizes[here.group] == plan.sizes[before.group]
     batches = again.strategy("i_args_0").outputs[0]
     assert again.sizes[batches.group] == (3, 1, 0)  # of 2.5, 1 and 0.5
+
+
+class Weighted(nn.Module):
+    """A weight for each sample, or one for all in a call of another form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, each: bool) -> torch.Tensor:
+        y = self.linear(x).square()
+        return (y.mean(1) * w).sum() if each else y.mean() * w
+
+
+def test_an_input_of_a_batch_that_has_no_dims_in_another_call_is_whole_there() -> None:
+    old = capture(Weighted(), {"x": torch.zeros(8, 4), "w": torch.ones(8), "each": True})
+    shares = {g.name: (5, 3) for g in choices(old).groups.values() if g.n == 8}
+    pins = hap.Pins(placements={"*": "R", "kwargs.*": "S(0)"}, sizes=shares)
+    two = hap.ClusterSpec.from_yaml(
+        "name: two\nbackend: gloo\nhosts: [{name: a, devices: [{name: d, count: 2, tflops: {float32: 0.001}, "
+        "memory: 1GB, memory_bandwidth: 1GB/s}], link: {bandwidth: 1GB/s, latency: 1us}}]"
+    )
+    plan = plan_graph(choices(old), two, pins=pins, effort="quick")
+    new = capture(Weighted(), {"x": torch.zeros(8, 4), "w": torch.tensor(2.0), "each": False})
+    again = carry_over(plan, old, new)
+    placed = {n.target: str(again.strategy(n.name).outputs[0]) for n in new.sources("input")}
+    assert placed["kwargs.w"] == "R" and placed["kwargs.x"].startswith("S(0:")
+    lower(new, again)
 
 
 def test_a_new_shape_must_be_whole_and_of_the_kind_that_was_compiled() -> None:

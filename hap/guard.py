@@ -7,6 +7,7 @@ the ``hap_plan`` fixture (``hap.testing``) and by ``hap check``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -83,10 +84,12 @@ def _reasons(golden: Plan | MeshPlan, found: Plan | MeshPlan, step: float, memor
             f"this is {now.cluster!r} ({now.cluster_fingerprint[:12]}); update it"
         ]
     reasons = []
-    before, after = golden.predicted.as_run_s, found.predicted.as_run_s
+    before, after, what = golden.predicted.as_run_s, found.predicted.as_run_s, "the step"
+    if (golden.predicted.overlapped_s is None) != (found.predicted.overlapped_s is None):  # of version 1 or 2
+        before, after, what = golden.predicted.step_s, found.predicted.step_s, "the step with nothing overlapped"
     if after > before * (1 + step + SLACK):
         grown = f"by {after / before - 1:.1%}, " if before else ""
-        reasons.append(f"the step grew {grown}from {seconds(before)} to {seconds(after)} (at most {step:.1%} allowed)")
+        reasons.append(f"{what} grew {grown}from {seconds(before)} to {seconds(after)} (at most {step:.1%} allowed)")
     reasons += _fuller(golden, found, memory)
     return reasons
 
@@ -147,11 +150,16 @@ class Entry(pydantic.BaseModel):
 
 def check_folder(folder: Path, *, update: bool) -> list[Result]:
     """Every plan that the folder's ``check.yaml`` names, planned again. HapError where something cannot be read."""
+    return list(checked(folder, update=update))
+
+
+def checked(folder: Path, *, update: bool) -> Iterator[Result]:
+    """The same one by one: what is there, and written, before one of them fails."""
     entries = _entries(folder / "check.yaml")
     stray = sorted(p.name for p in folder.glob("*.plan.json") if p.name not in entries)
     if stray:
         raise HapError(f"{folder / 'check.yaml'}: {stray[0]} is in the folder and not named; nobody would guard it")
-    return [_check(folder, name, entry, update) for name, entry in entries.items()]
+    yield from (_check(folder, name, entry, update) for name, entry in entries.items())
 
 
 def _entries(path: Path) -> dict[str, Entry]:

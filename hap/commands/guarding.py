@@ -19,18 +19,22 @@ def check(
     """Plan again and compare with the plans in a folder.
 
     The folder's check.yaml names for each plan the model, the cluster and what may get worse (docs/ci.md). Exit codes:
-    0 all within their limits, 1 a plan got worse or is missing, 2 something could not be read, built or planned.
+    0 all within their limits, 1 a plan got worse or is missing, 2 something could not be read, built or planned; what
+    was found of the plans named before that is printed, too.
 
     Example:  hap check plans/
     """
-    from hap.guard import check_folder
+    from hap.guard import Result, checked
 
-    with shared.working("planning"):
-        results = check_folder(folder, update=update)
-    if as_json:
-        shared.print_json([r.to_json() for r in results])
-    else:
-        for result in results:
-            print(result)
+    results: list[Result] = []
+    try:
+        with shared.working("planning"):
+            for result in checked(folder, update=update):
+                results.append(result)
+    finally:  # where a later one fails, too: what was written, and what is worse
+        if as_json and results:
+            shared.print_json([r.to_json() for r in results])
+        elif results:
+            print("\n".join(map(str, results)))
     if not all(r.ok for r in results):
         raise typer.Exit(1)

@@ -83,7 +83,8 @@ def _made_for(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Iterator[str]:
 
 def _figures(a: Plan | MeshPlan, b: Plan | MeshPlan) -> Iterator[Number]:
     x, y = a.predicted, b.predicted
-    yield Number("predicted step", x.as_run_s, y.as_run_s, "s")
+    if (x.overlapped_s is None) == (y.overlapped_s is None):  # one that is not known cannot be compared
+        yield Number("predicted step", x.as_run_s, y.as_run_s, "s")
     if x.overlapped_s is not None or y.overlapped_s is not None:
         yield Number("with nothing overlapped", x.step_s, y.step_s, "s")
     if isinstance(a, Plan) and isinstance(b, Plan):

@@ -188,6 +188,16 @@ def test_the_limits(found: Plan, reason: str | None) -> None:
     assert result.reasons == (() if reason is None else (reason,))
 
 
+def test_the_step_of_a_plan_that_does_not_know_it_as_run_is_compared_with_nothing_overlapped() -> None:
+    """A step as run of 1.5 s would hide that 2 s became 3 s."""
+    golden, today = changed(), changed(step_s=3.0)
+    today = today.model_copy(update={"predicted": today.predicted.model_copy(update={"overlapped_s": 1.5})})
+    said = "the step with nothing overlapped grew by 50.0%, from 2 s to 3 s (at most 2.0% allowed)"
+    result = judge("x", golden, today, max_step_regression=0.02, max_memory_regression=0.0)
+    assert result.reasons == (said,)
+    assert "predicted step" not in result.words and "with nothing overlapped  2 s  ->  3 s  +50.0%" in result.words
+
+
 def test_a_device_beside_a_fuller_one_is_guarded_too() -> None:
     golden = changed(memory=(10, 2, 0))
 
@@ -227,6 +237,17 @@ def test_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("check", str(folder), "--json") == 1
     (result,) = json.loads(capsys.readouterr().out)
     assert not result["ok"] and result["reasons"][0].startswith("the step grew by")
+
+
+def test_what_was_found_is_told_before_a_later_plan_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "check.yaml").write_text(CHECK + CHECK.replace("tiny.plan", "other.plan").replace(":build", ":nope"))
+    failed = f"error: {folder}/tiny.py has no function 'nope'\n"
+    for words, said in ((["--update"], "tiny.plan.json: written\n"), ([], "tiny.plan.json: ok\n")):
+        assert run("check", str(folder), *words) == 2
+        assert capsys.readouterr() == (said, failed)
+    assert run("check", str(folder), "--json") == 2
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["ok"]
 
 
 def test_plans_of_two_axes_are_guarded(folder: Path) -> None:

@@ -69,7 +69,7 @@ def test_where_nothing_can_be_written_no_work_is_begun(
 def test_a_profile_that_no_rank_could_make_is_not_begun(
     options: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("launched"))
     code, out, err = invoke(capsys, "profile", *options.split())
     assert (code, out) == (2, "") and err.startswith(f"error: {said}") and err.count("\n") == 1
 

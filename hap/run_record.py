@@ -27,7 +27,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 import pydantic
 
-from hap.errors import HapError
+from hap.errors import HapError, ProgramError
 
 VARIABLE = "HAP_RECORD"  # of the environment: the folder, from ``hap run --record`` to ``hap.compile``
 PLAN = "plan.json"
@@ -228,6 +228,20 @@ class StateWriter:
 
 def rank_file(folder: Path, rank: int, kind: Literal["jsonl", "state", "stack", "error"]) -> Path:
     return folder / f"rank-{rank:04d}.{kind}"
+
+
+def make_folder(folder: Path) -> None:
+    """The folder of a run, if it is not there. ProgramError if it cannot be, or takes no files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ProgramError(f"record: {folder}: cannot make this folder ({e.strerror})") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ProgramError(f"record: {folder}: cannot write (no permission)")
+
+
+def used(folder: Path) -> ProgramError:
+    return ProgramError(f"record: {folder} has records of another run; name a new folder")
 
 
 def read_folder(folder: Path) -> tuple[RankRecord, ...]:

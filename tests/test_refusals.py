@@ -74,6 +74,24 @@ def test_a_profile_that_no_rank_could_make_is_not_begun(
     assert (code, out) == (2, "") and err.startswith(f"error: {said}") and err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("c.yaml", "record: c.yaml: cannot make this folder (File exists)"),
+        ("c.yaml/1", "record: c.yaml/1: cannot make this folder (Not a directory)"),
+        ("old", "record: old has records of another run; name a new folder"),
+    ],
+)
+def test_a_run_that_cannot_be_recorded_is_not_launched(
+    place: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "old").mkdir()
+    (folder / "old" / "rank-0000.jsonl").touch()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("launched"))
+    asked = ["run", "-c", "c.yaml", "--record", place, "tiny_model.py"]
+    assert invoke(capsys, *asked) == (2, "", f"error: {said}\n")
+
+
 def test_a_plan_is_no_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = invoke(capsys, "plan", "tiny_model.py:build", "-c", "c.yaml", "--profile", "x.plan.json")
     assert (code, err) == (2, "error: x.plan.json: a plan, not a profile file\n")

@@ -58,16 +58,19 @@ def run(
     to stderr, and stdout has the command, its exit code and its seconds.
     """
     from hap.cluster import ClusterSpec
-    from hap.run_record import VARIABLE
+    from hap.run_record import VARIABLE, make_folder, used
 
     if not script.is_file():
         raise HapError(f"{script}: no such file")
     part, own = ClusterSpec.load(cluster), dict[str, str]()
     if plan is not None:
         part, own = _planned(plan, part, host)
+    launcher = launch_arguments(part, host, master)
     if record is not None:
         own = {**own, VARIABLE: str(record.absolute())}
-    launcher = launch_arguments(part, host, master)
+        make_folder(record)
+        if host is None and any(record.glob("rank-*.jsonl")):  # else another host may be quicker
+            raise used(record)
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--", str(script), "--cluster", cluster]
     command += [] if plan is None else ["--plan", str(plan)]
     command += context.args

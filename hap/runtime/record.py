@@ -57,10 +57,13 @@ from hap.run_record import (
     Scope,
     StateWriter,
     StepLine,
+    make_folder,
     rank_file,
+    used,
 )
 from hap.runtime.marks import Mark, clock_of
 from hap.runtime.probe import probe
+from hap.together import together
 
 if TYPE_CHECKING:
     from hap.runtime.collectives import Communicator
@@ -108,17 +111,17 @@ class Recorder:
         written; of all others the sums. ``probe_every``: links are timed now, and again after so many steps if it is
         not 0. ``mesh_host``: the number of this rank's host in a plan of two axes.
 
-        ProgramError for a second recording at once, and for a folder that has records already.
+        ProgramError for a second recording at once, and for a folder that has records already, or cannot be made.
         """
         self.folder, self.comm, self.every, self.probe_every = Path(folder), comm, every, probe_every
         if every < 1 or probe_every < 0:
             raise ProgramError(f"record: every={every}, probe_every={probe_every}: steps are counted from 1")
         if comm.observers.recorder is not None:
             raise ProgramError(f"record: this job is recorded already, in {comm.observers.recorder.folder}")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        together(comm, lambda: make_folder(self.folder))
         path = rank_file(self.folder, comm.rank, "jsonl")
         if any(comm.gather_objects(path.exists())):
-            raise ProgramError(f"record: {self.folder} has records of another run; name a new folder")
+            raise used(self.folder)
         if comm.rank == 0:
             plan.save(self.folder / PLAN)
         self._clock = clock_of(comm.device)

@@ -140,6 +140,21 @@ def test_what_cannot_be_recorded_is_refused(tmp_path: Path) -> None:
         assert said[3] == f"record: {tmp_path} has records of another run; name a new folder"
 
 
+def in_a_file(rank: int, plan: Plan, folder: str) -> str:
+    """Of rank 1 alone, as on a host whose disk is another."""
+    program, where = compiled(plan), Path(folder) / f"rank {rank}"
+    if rank == 1:
+        where.write_text("a file")
+    with pytest.raises(ProgramError) as caught:
+        program.record(where)
+    return str(caught.value)
+
+
+def test_a_folder_that_one_rank_cannot_make_is_refused_on_all(tmp_path: Path) -> None:
+    said = run_alike(RANKS, in_a_file, net_plans()["data"], str(tmp_path))
+    assert set(said) == {f"record: {tmp_path}/rank 1: cannot make this folder (File exists)"}
+
+
 # ---- jobs that stop ----
 
 

@@ -39,8 +39,8 @@ class BuiltModel:
 def build_from(reference: str) -> BuiltModel:
     """Call the user's build function, with ``beside(reference)`` meanwhile.
 
-    HapError if it cannot be found, returns something else, or a module that it imports is not there; its own errors
-    pass."""
+    HapError if it cannot be found, returns something else, or a module that it imports is not there, or its file
+    has the name of another module; its own errors pass."""
     where, colon, name = reference.rpartition(":")
     if not colon or not where or not name:
         raise HapError(f"{reference!r}: expected FILE.py:FUNCTION or package.module:FUNCTION")
@@ -54,6 +54,20 @@ def build_from(reference: str) -> BuiltModel:
         frames = traceback.extract_tb(e.__traceback__)
         at = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen importlib"))
         raise HapError(f"{reference} cannot be built: {e} ({at.filename}:{at.lineno})") from e
+    except ImportError as e:
+        if not (where.endswith(".py") and str(e).startswith("attempted relative import")):
+            raise
+        raise HapError(f"{reference} cannot be built: {e}; name it {_in_its_package(Path(where), name)}") from e
+
+
+def _in_its_package(path: Path, function: str) -> str:
+    """How a file is named that is a part of a package."""
+    path, here = path.resolve(), Path.cwd()
+    top = next(parent for parent in path.parents if not (parent / "__init__.py").is_file())
+    if top == path.parent and path.is_relative_to(here):
+        top = here  # a package may do without __init__.py
+    names = path.with_suffix("").relative_to(top).parts
+    return f"{'.'.join(names)}:{function}" + ("" if top == here else f", from the folder {top}")
 
 
 _BESIDE: dict[Path, dict[str, ModuleType]] = {}  # the folders of users' files, and the modules that were found there
@@ -113,6 +127,8 @@ def _found_in(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, ModuleT
 
 def _import(where: str) -> ModuleType:
     if not where.endswith(".py"):
+        if where.startswith("."):
+            raise HapError(f"{where!r} is relative to no package: name it in full")
         try:
             return importlib.import_module(where)
         except ModuleNotFoundError as e:
@@ -122,12 +138,23 @@ def _import(where: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         raise HapError(f"{where}: no such file")
+    known = sys.modules.get(path.stem)
+    if known is not None and not _is_users(known, path):
+        raise HapError(f"{where}: Python has a module {path.stem!r} loaded from elsewhere; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path, loader=_Script(path.stem, str(path)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickling look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def _is_users(module: ModuleType, path: Path) -> bool:
+    """Whether a module is this file, or came from one that was named as it is."""
+    if isinstance(getattr(module, "__loader__", None), _Script):
+        return True
+    place = getattr(module, "__file__", None)
+    return place is not None and Path(place).resolve() == path.resolve()
 
 
 class _Script(importlib.machinery.SourceFileLoader):
@@ -173,7 +200,10 @@ def build_hugging_face(source: str, batch: int | None = None, sequence: int | No
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config).train()
     except ValueError as e:
-        raise HapError(f"{source} is not a causal language model ({str(e).splitlines()[0]})") from None
+        said = next(iter(str(e).splitlines()), type(e).__name__)
+        unknown = said.startswith("Unrecognized configuration class")  # no such model is of this kind
+        what = "is not a causal language model" if unknown else "cannot be built"
+        raise HapError(f"{source} {what} ({said})") from None
     model.loss_type = "ForCausalLM"  # some class names hide it from transformers, which then warns and assumes it
     ids = torch.zeros(batch or 8, sequence or min(512, limit), dtype=torch.int64)
     return BuiltModel(model, {"input_ids": ids, "labels": ids})
@@ -189,7 +219,10 @@ def _hugging_face_config(source: str) -> Any:
             raise HapError(f"{source}: not a readable config file ({e})") from None
         if not isinstance(values, dict) or values.get("model_type") not in CONFIG_MAPPING:
             raise HapError(f"{source}: no model_type that transformers knows")
-        return AutoConfig.for_model(**values)
+        try:
+            return AutoConfig.for_model(**values)
+        except Exception as e:  # of several kinds, as whoever wrote the model checks its values
+            raise HapError(f"{source}: not a config of {values['model_type']} ({' '.join(str(e).split())})") from None
     if source in CONFIG_MAPPING:
         return AutoConfig.for_model(source)
     try:

@@ -218,7 +218,36 @@ class TestBuild:
             build_from(f"{script}:{name}")
         assert message in str(refusal.value)
 
-    @pytest.mark.parametrize("reference", ["x.py", ":build", "no_such.py:build", "no_such_module:build"])
+    @pytest.mark.parametrize("stem", ["types", "copy", "torch", "sys"])
+    def test_a_file_does_not_replace_another_module(self, tmp_path: Path, stem: str) -> None:
+        known, file = sys.modules[stem], tmp_path / f"{stem}.py"
+        file.write_text(TINY)
+        with pytest.raises(HapError, match=f"{stem}.py: Python has a module '{stem}' loaded from elsewhere; rename"):
+            build_from(f"{file}:build")
+        assert sys.modules[stem] is known
+
+    @pytest.mark.parametrize("packages", [True, False])
+    def test_a_file_with_relative_imports_is_named_in_its_package(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packages: bool
+    ) -> None:
+        folder = tmp_path / "its_package" / "inner"
+        folder.mkdir(parents=True)
+        (folder / "its_models.py").write_text("from ..its_sizes import SIZE\n" + TINY)
+        (folder.parent / "its_sizes.py").write_text("SIZE = 6\n")
+        for place in (folder, folder.parent) if packages else ():
+            (place / "__init__.py").touch()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(HapError) as refusal:
+            build_from("its_package/inner/its_models.py:build")
+        assert str(refusal.value).endswith("; name it its_package.inner.its_models:build")
+        assert build_from("its_package.inner.its_models:build").loss_fn is not None
+        if packages:
+            monkeypatch.chdir(folder)
+            with pytest.raises(HapError) as refusal:
+                build_from("its_models.py:build")
+            assert str(refusal.value).endswith(f"its_package.inner.its_models:build, from the folder {tmp_path}")
+
+    @pytest.mark.parametrize("reference", ["x.py", ":build", "no_such.py:build", "no_such_module:build", ".x:build"])
     def test_no_such_place(self, reference: str) -> None:
         with pytest.raises(HapError):
             build_from(reference)
@@ -254,3 +283,12 @@ class TestHuggingFace:
     def test_no_language_model(self) -> None:
         with pytest.raises(HapError, match="vit is not a causal language model"):
             build_hugging_face("vit", batch=1)
+
+    def test_what_is_wrong_with_a_config_is_told(self, tmp_path: Path) -> None:
+        file = tmp_path / "odd.json"
+        file.write_text('{"model_type": "gpt2", "n_embd": 10, "n_head": 3}')
+        with pytest.raises(HapError, match=r"odd.json cannot be built \(.*divisible by num_heads.*\)$"):
+            build_hugging_face(str(file))
+        file.write_text('{"model_type": "gpt2", "n_layer": "two"}')
+        with pytest.raises(HapError, match=r"odd.json: not a config of gpt2 \(.*'n_layer'.*\)$"):
+            build_hugging_face(str(file))

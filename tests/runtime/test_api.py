@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import hap
+from hap import api
 from hap.capture import capture
 from hap.cluster import ClusterSpec
 from hap.runtime import p2p
@@ -21,6 +22,7 @@ from tests._support import gpt2
 from tests._support.lab import LAB, lab
 from tests._support.plans import replicated_plan
 from tests._support.ranks import run_ranks
+from tests.report.test_mesh import of_two
 
 ONE = """
 name: one
@@ -264,6 +266,11 @@ def test_pins_beside_a_plan_are_not_ignored() -> None:
     pins = hap.Pins(placements={"no.such": "R"})
     said = refusal(lambda: hap.compile(bigram(), plan=plan, **arguments(pins=pins)))
     assert said == "PlanError: pin 'no.such' matches no parameter and no input"
+
+
+def test_a_plan_of_two_axes_takes_no_pins() -> None:
+    said = refusal(lambda: api._check_given(of_two(2, 1), None, None, hap.Pins()))
+    assert said == "PlanError: pins are for plans of one axis, and this one is of two; leave them out"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from hap.codegen.program import (
     group_labels,
     last_uses,
 )
-from hap.codegen.text import INDENT, WIDTH, Bracket, Text, call, entry, literal, quoted, statement, subscript
+from hap.codegen.text import INDENT, WIDTH, Bracket, Text, call, entry, escaped, literal, quoted, statement, subscript
 from hap.graph import Value
 from hap.hosts_sum import HOSTS_SUM, SITE
 from hap.ops import resolve
@@ -95,14 +95,14 @@ class _File:
             else f"run          torchrun --nproc-per-node {self.program.world_size} THIS_FILE",
         ]
         first = f"{self.program.name} on {made_for.cluster}: the training step, written by HAP {made_for.hap_version}."
-        wrapped = textwrap.wrap(first, WIDTH - 4) or [""]
+        wrapped = [escaped(line) for line in textwrap.wrap(first, WIDTH - 4)] or [""]
         return [f'"""{wrapped[0]}', *wrapped[1:], "", *facts, "", *self.shares(), '"""']
 
     def shares(self) -> list[str]:
         """The table of ranks: device, then what the rank holds of each group, as many as the width allows."""
         columns = [self.constant[g] for g in self.program.sizes]
         rows = [
-            [str(rank), device, *(f"{s[rank]}/{sum(s)}" for s in self.program.sizes.values())]
+            [str(rank), escaped(device), *(f"{s[rank]}/{sum(s)}" for s in self.program.sizes.values())]
             for rank, device in enumerate(self.plan.devices)
         ]
         table = [["rank", "device", *columns], *rows]
@@ -136,7 +136,8 @@ class _File:
         lines = ["# Atoms of each group of dims, rank by rank."]
         for group, sizes in self.program.sizes.items():
             value = Bracket("(", tuple(map(str, sizes)), ")")
-            lines += statement("", f"{self.constant[group]} = ", value, f"{self.program.labels[group]}: {sum(sizes)}")
+            told = f"{escaped(self.program.labels[group])}: {sum(sizes)}"
+            lines += statement("", f"{self.constant[group]} = ", value, told)
         return [*lines, ""]
 
     def tables(self) -> list[str]:
@@ -242,10 +243,9 @@ class _Body:
         for instruction, dead in zip(part, last_uses(part, self.kept), strict=True):
             if instruction.module != self.module:
                 self.module = instruction.module
-                title = (
-                    f"{INDENT}# {self.module or self.file.program.name}{', backward' if phase == 'backward' else ''}"
-                )
-                self.lines += ["", title[:WIDTH]]
+                name = escaped(self.module or self.file.program.name)
+                title = f"{INDENT}# {name}{', backward' if phase == 'backward' else ''}"
+                self.lines += ["", title[:WIDTH].rstrip()]
             for name in instruction.inputs:
                 self.load(name)
             self.emit(instruction)
@@ -336,8 +336,8 @@ class _Body:
 
 
 def _unpacked(names: Sequence[str]) -> str:
-    """``a, b = ``, or ``a, = `` of one, as an assignment begins that unpacks."""
-    return f"{', '.join(names)}{',' if len(names) == 1 else ''} = "
+    """``a, b = ``, or ``(a,) = `` of one, as an assignment begins that unpacks."""
+    return f"({names[0]},) = " if len(names) == 1 else f"{', '.join(names)} = "
 
 
 class _Leaf(str):

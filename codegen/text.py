@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,9 +49,17 @@ def subscript(table: str, key: str) -> Bracket:
     return Bracket(f"{table}[", (quoted(key),), "]")
 
 
+def escaped(text: str, mark: str = '"') -> str:
+    """``text`` as it may be within ``mark`` or in a comment, whoever named what it tells of: it stays one line of one
+    string."""
+    keeps = (c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(f"\\{c}" if c == mark else c for c in keeps)
+
+
 def quoted(text: str) -> str:
-    """A string literal."""
-    return json.dumps(text)
+    """A string literal, in the quotes of which it has fewer."""
+    mark = "'" if text.count('"') > text.count("'") else '"'
+    return f"{mark}{escaped(text, mark)}{mark}"
 
 
 def entry(key: str, value: Text) -> Text:
@@ -94,8 +101,10 @@ def literal(value: Any) -> Text:
         return Bracket("[", tuple(literal(item) for item in value), "]")
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, complex):  # as it is, nan and the sign of a zero too
+        return call("complex", [literal(value.real), literal(value.imag)])
     if isinstance(value, str):
         return quoted(value)
-    known = (bool, int, float, complex, type(None), torch.dtype, torch.layout, torch.memory_format)
+    known = (bool, int, float, type(None), torch.dtype, torch.layout, torch.memory_format)
     assert isinstance(value, known), f"{value!r} cannot be written as Python"
     return str(value)

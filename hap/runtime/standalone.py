@@ -1,6 +1,7 @@
 """What an emitted program file runs when it is started by itself: one step on random numbers, under ``torchrun``.
 
-The file's tables say what there is; parameters are drawn alike on every rank (small, normal), integers are 0 or 1.
+The file's tables say what there is; parameters are drawn alike on every rank (small, normal). Integers are 0 or 1 in
+inputs, and 0 in buffers, which may look up a table of one row.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ def run_step(file: Mapping[str, Any], comm: Communicator) -> tuple[torch.Tensor,
     """(loss, this rank's gradients) of one step of an emitted file on random numbers. Collective."""
     generator = torch.Generator().manual_seed(0)
     state = {name: _draw(row, generator, comm) for name, row in (file["PARAMETERS"] | file["BUFFERS"]).items()}
+    for name, (_, dtype, _) in file["BUFFERS"].items():
+        if not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
+            state[name].zero_()
     inputs = {name: _draw(row, generator, comm) for name, row in file["INPUTS"].items()}
     for name, (values, layout) in file.get("CONSTANTS", {}).items():
         state[name] = _share(values, layout, comm)

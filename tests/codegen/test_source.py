@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import runpy
 import subprocess
@@ -10,12 +11,13 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hap.capture import source_values
+from hap.capture import capture, source_values
 from hap.codegen.fx import to_graph_modules
 from hap.codegen.lowering import lower
 from hap.codegen.program import Program
@@ -52,7 +54,11 @@ def emitted(plan: Plan) -> str:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_formatter_and_linter_leave_it_alone(name: str, sources: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "emitted.py").write_text(sources[name])
+    check_layout(sources[name], tmp_path)
+
+
+def check_layout(text: str, tmp_path: Path) -> None:
+    (tmp_path / "emitted.py").write_text(text, encoding="utf-8")
     for arguments in (
         ["format", "--isolated", "--line-length", "120", "--check"],
         ["check", "--isolated", "--line-length", "120", "--select", "E,F,W,UP,B,SIM,RUF,C4"],
@@ -147,6 +153,49 @@ def test_one_device_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "28 gradients, 1 ranks" in capsys.readouterr().out
 
 
+class Odd(torch.nn.Module):
+    """Names that would end a string or a line, a table of one row, numbers that are none, one part of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("a b", 'q"x', "it's \"", "new\nline", "back\\xslash", 'ü"""', "\u2028")
+        self.steps = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in names})
+        self.rows = torch.nn.Embedding(1, 4)
+        self.register_buffer("ids", torch.zeros(4, dtype=torch.int64))
+        self.odd = torch.tensor([complex(0, math.inf), complex(math.nan, 1), complex(-0.0, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.rows(self.ids)
+        for step in self.steps.values():
+            x = step(x).relu()
+        (whole,) = x.unsqueeze(0).unbind(0)
+        return whole.square().mean() + torch.view_as_real(self.odd).nan_to_num(0, 1, -1).sum()
+
+
+def test_names_end_no_string_and_no_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of parameters, modules, clusters and devices: a plan may come from others, and its names must run nothing."""
+    model = Odd()
+    graph = capture(model, torch.zeros(1, 4))
+    plan = replicated_plan(graph)
+    cluster, device = 'lab\\xeon """', 'x"""\nraise SystemExit("ran")\n"""\\'
+    made_for = plan.provenance.model_copy(update={"cluster": cluster})
+    plan = plan.model_copy(update={"provenance": made_for, "devices": (device,)})
+    program = lower(graph, plan)
+    text = to_python(program, plan)
+    check_layout(text, tmp_path)
+    head = ast.get_docstring(ast.parse(text))
+    assert head is not None and cluster in head and device in head
+    assert [line for line in text.splitlines() if "new" in line and line.lstrip().startswith("#")], "a title"
+    file: dict[str, Any] = {"__name__": "emitted"}
+    exec(compile(text, "emitted.py", "exec"), file)
+    assert set(file["PARAMETERS"]) == {name for name, _ in model.named_parameters()}
+    (found, _), (kept,) = next(iter(file["CONSTANTS"].values())), program.constants.values()
+    assert torch.view_as_real(found).numpy().tobytes() == torch.view_as_real(kept).numpy().tobytes()
+    (tmp_path / "emitted.py").write_text(text, encoding="utf-8")
+    runpy.run_path(str(tmp_path / "emitted.py"), run_name="__main__")
+    assert "15 gradients, 1 ranks" in capsys.readouterr().out
+
+
 def test_sums_over_hosts_are_asked_of_the_communicator_by_their_numbers() -> None:
     """In the file and in the module, in program order; no import of the operator, which a file does not call."""
     plan = make_mesh(gpt2.graph(), (2, 1), (5, 3))
@@ -175,5 +224,5 @@ def test_brackets_break_as_black_breaks_them() -> None:
 
 def test_literals() -> None:
     assert literal(float("-inf")) == 'float("-inf")'
-    assert literal("it's") == '"it\'s"'
+    assert literal("it's") == '"it\'s"' and literal('6" x\n') == "'6\" x\\n'"
     assert literal(torch.bfloat16) == "torch.bfloat16"

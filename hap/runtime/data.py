@@ -34,13 +34,15 @@ class Feed:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a step is called with. ``form`` is the example in its accepted form, with its tensors on ``meta``."""
+    """What a step is called with. ``example`` is in its accepted form, its tensors on ``meta``; ``pinned``: whether
+    placements can be, which is on one axis."""
 
     feeds: Mapping[str, Feed]
     example: StepInputs
+    pinned: bool = True
 
     @classmethod
-    def of(cls, program: Program, example: StepInputs) -> Signature:
+    def of(cls, program: Program, example: StepInputs, pinned: bool = True) -> Signature:
         """Match the program's inputs with the example it was captured from."""
         read = {s.target: s.name for s in program.sources_of("input") if s.target != SEED}
         feeds: dict[str, Feed] = {}
@@ -50,7 +52,7 @@ class Signature:
             feeds[path] = Feed(path, read.get(path), tuple(tensor.shape), tensor.dtype, layout)
         if unknown := [path for path in read if path not in feeds]:
             raise ProgramError(f"the program reads input {unknown[0]}, which the example inputs do not have")
-        return cls(feeds, example.rebuild([t.detach().to("meta") for _, t in example.named]))
+        return cls(feeds, example.rebuild([t.detach().to("meta") for _, t in example.named]), pinned)
 
     def call(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any]) -> StepInputs:
         """Of a program that is called so; a model's own ``targets=`` keyword is one where the loss takes none."""
@@ -140,9 +142,10 @@ class Signature:
         size, layouts = batched[0].shape[0], [feed.layout for feed in batched]
         for feed in batched:
             if feed.shape[0] != size or feed.layout != layouts[0] or (feed.layout and feed.layout.dim != 0):
+                alike = all(f.shape[0] == size for f in batched)  # else no placements make a batch dim of dim 0
                 raise ProgramError(
                     f"inputs {batched[0].path} and {feed.path} are dealt differently, so no sampler serves both; "
-                    "use shard_batch, or pin their placements"
+                    f"use shard_batch{', or pin their placements' if self.pinned and alike else ' on whole batches'}"
                 )
         return size, layouts[0]
 

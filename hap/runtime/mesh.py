@@ -42,7 +42,7 @@ def dealt_to_hosts(
         placement = placed.get(path)
         layout = Layout.of(placement, sizes) if isinstance(placement, Shard) else None
         feeds[path] = Feed(path, names.get(path), tuple(tensor.shape), tensor.dtype, layout)
-    return Signature(feeds, without_data(example))
+    return Signature(feeds, without_data(example), pinned=False)
 
 
 class MeshProgram(HapProgram):

@@ -71,7 +71,7 @@ class Variant:
         state |= {s.name: program.constants[s.target].to(comm.device) for s in program.sources_of("constant")}
         seed = next((s.name for s in program.sources_of("input") if s.target == SEED), None)
         mine = example if built.dealt is None else built.dealt.part(built.host)
-        return cls(built, Signature.of(program, mine), Step(program, comm), state, seed).on(shares)
+        return cls(built, Signature.of(program, mine, built.dealt is None), Step(program, comm), state, seed).on(shares)
 
     @property
     def batch(self) -> tuple[int, Layout | None, Layout | None]:

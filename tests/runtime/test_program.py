@@ -21,7 +21,9 @@ from hap.graph import Graph
 from hap.plan import Plan
 from hap.rules.choices import choices
 from hap.runtime.collectives import Communicator
+from hap.runtime.data import Signature
 from hap.runtime.program import HapProgram
+from hap.runtime.variants import Built, Variant, without_data
 from tests._support import cases, gpt2
 from tests._support.plans import greedy_strategies, make_plan, replicated_plan, sizes_for
 from tests._support.ranks import run_ranks
@@ -440,5 +442,27 @@ def test_inputs_dealt_differently_have_no_sampler() -> None:
     found = choices(gpt2.graph())
     plan = make_plan(found, greedy_strategies(found, {"args.0": (0, 8)}), sizes_for(found, (1,)))
     program = HapProgram(lower(gpt2.graph(), plan), plan, Communicator(), gpt2.build(), (gpt2.batch(),), gpt2.batch())
-    with pytest.raises(ProgramError, match=r"args.0 and targets.0 are dealt differently"):
+    with pytest.raises(ProgramError, match=r"args.0 and targets.0 are dealt differently.*, or pin their placements$"):
         program.batch_sampler(16)
+    example = without_data(step_inputs((gpt2.batch(),), gpt2.batch()))
+    whole = Signature.of(lower(gpt2.graph(), replicated_plan(gpt2.graph())), example)
+    inside = Built(lower(gpt2.graph(), plan), Communicator(), dealt=whole)  # of a host among others: not to be pinned
+    with pytest.raises(ProgramError, match=r"dealt differently.*use shard_batch on whole batches$"):
+        _ = Variant.of(inside, example, gpt2.build().state_dict()).batch
+
+
+def test_a_batch_that_is_no_first_dim_has_no_sampler_and_no_pins_to_help_it() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.mix(x).mean(0) - y).square().mean()
+
+    late = {"x": torch.zeros(3, 6, 4), "y": torch.zeros(6, 4)}  # time first
+    graph = capture(Late(), late)
+    plan = replicated_plan(graph)
+    program = HapProgram(lower(graph, plan), plan, Communicator(), Late(), late)
+    with pytest.raises(ProgramError, match=r"kwargs.x and kwargs.y are dealt differently.*use shard_batch on whole"):
+        program.batch_sampler(12)

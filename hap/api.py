@@ -285,8 +285,9 @@ def simulate(
     """Play one step of ``plan``'s program on its cluster as it is run, collectives bundled and beside compute: spans of
     every rank, waiting, the critical path. Of a step of several batches it is the last one.
 
-    PlanError if the plan is for another model or cluster, or of two axes and to be played with a profile. Devices of
-    ``cluster`` that the plan leaves out do not play.
+    Speeds are those of ``profile``, or else the description's, whatever the plan was made with. PlanError if the plan
+    is for another model or cluster, or of two axes and to be played with a profile. Devices of ``cluster`` that the
+    plan leaves out do not play.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     graph = as_planned(graph, plan.provenance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hap.cost_models.profile import ProfileError
 from hap.errors import PlanError
 from tests.cost_models.test_profile import made
 from tests.report.test_mesh import of_two
+from tests.search.test_bound_measured import PLAIN, measured
 from tests.test_cli import ONE, TINY, invoke
 from tests.test_language import small_plan
 
@@ -117,3 +119,24 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
             plan.save(tmp_path / "nowhere" / "x.json")
     with pytest.raises(ProfileError, match=r"nowhere/x\.json: cannot write \(No such file or directory\)$"):
         made().save(tmp_path / "nowhere" / "x.json")
+
+
+def test_a_plan_played_by_other_speeds_than_it_was_made_with_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "plain.yaml").write_text(PLAIN.to_yaml())
+    for seed in range(2):
+        measured(seed).profile.save(folder / f"{seed}.json")
+    for name, given in (("m", ["--profile", "0.json"]), ("p", [])):
+        assert invoke(capsys, "plan", "tiny_model.py:build", "-c", "plain.yaml", "-o", f"{name}.json", *given)[0] == 0
+    lines = {
+        ("m", ""): r"m.json: made with a profile \(\w{12}\), and played by the description: give --profile for .*\n",
+        ("m", "0.json"): "",
+        ("m", "1.json"): r"m.json: made with another profile \(\w{12}\), and played by that of 1.json\n",
+        ("p", ""): "",
+        ("p", "0.json"): r"p.json: made without a profile, and played by that of 0.json\n",
+    }
+    for (name, profile), said in lines.items():
+        options = ["--profile", profile] if profile else []
+        code, out, err = invoke(capsys, "simulate", f"{name}.json", "tiny_model.py:build", "-c", "plain.yaml", *options)
+        assert code == 0 and out.startswith("step ") and re.fullmatch(said, err), err

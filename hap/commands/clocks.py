@@ -256,7 +256,8 @@ def simulate(
     """Play one step of a plan: who computes, who waits, what the critical path is. Of a step of several batches it is
     the last one, which exchanges what all of them left, and the update.
 
-    The trace opens in ui.perfetto.dev or chrome://tracing. Needs the plan's model and cluster again.
+    The trace opens in ui.perfetto.dev or chrome://tracing. Needs the plan's model and cluster again, and its profile
+    where it was made with one; a line says where other speeds are played.
 
     Example:  hap simulate gpt2.plan.json model.py:build --cluster cluster.yaml -o trace.json
     """
@@ -276,6 +277,8 @@ def simulate(
             loss_fn=built.loss_fn,
             profile=profile_file,
         )
+    if said := other_speeds(loaded.provenance.profile_fingerprint, profile_file):
+        print(f"{plan}: {said}", file=sys.stderr)
     if out is not None:
         from hap.report.trace import to_trace
 
@@ -285,6 +288,20 @@ def simulate(
     else:
         batches = loaded.gradient_accumulation_steps
         print(told(timeline) if batches == 1 else f"of a step of {batches} batches the last:\n{told(timeline)}")
+
+
+def other_speeds(planned: str | None, given: Path | None) -> str:
+    """What to say where a plan is played by other speeds than those that it was made with; nothing where it is not.
+    ``planned``: the fingerprint of the plan's profile."""
+    from hap.cost_models.profile import Profile
+
+    if planned is not None and given is None:
+        return f"made with a profile ({planned[:12]}), and played by the description: give --profile for measured ones"
+    played = None if given is None else Profile.load(given).fingerprint
+    if played == planned:
+        return ""
+    made = "without a profile" if planned is None else f"with another profile ({planned[:12]})"
+    return f"made {made}, and played by that of {given}"
 
 
 def as_data(timeline: Timeline) -> dict[str, object]:

@@ -32,6 +32,7 @@ from hap.order import NONE, Parts, Postponed, program_parts, repeats
 from hap.placement import REPLICATE, Partial, Placement, parse_placement
 from hap.plan import Conversion, GroupPlan, Plan, Strategy
 from hap.rules.localize import Arguments, localize
+from hap.same_model import check_model
 
 _Made = tuple[tuple[Value, TensorMeta] | None, ...]
 RESERVED = ("aten", "backward", "comm", "forward", "hap", "inputs", "main", "p", "rank", "saved", "self", "torch", "x")
@@ -79,7 +80,7 @@ def draft(
 
 def _strategies(graph: Graph, plan: Plan) -> dict[str, Strategy]:
     """Every node's strategy, if the plan is for this graph and gives each tensor one placement."""
-    plan.provenance.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
+    check_model(plan, graph)
     if missing := [n.name for n in graph.nodes if n.name not in plan.strategies]:
         raise PlanError(f"the plan has no strategy for {missing[0]} and {len(missing) - 1} other nodes; plan again")
     if len(plan.strategies) != len(graph.nodes):

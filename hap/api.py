@@ -43,6 +43,7 @@ from hap.rules.whole import find_forced
 from hap.run_record import VARIABLE as RECORD_VARIABLE
 from hap.runtime.program import HapProgram
 from hap.runtime.variants import Built
+from hap.same_model import check_model
 from hap.search.assemble import ASSUMPTIONS
 from hap.search.judge import default_passes, played
 from hap.search.limits import Method, check_asked
@@ -372,7 +373,7 @@ def planned_part(plan: Plan, cluster: ClusterSpec) -> ClusterSpec:
 def _check_plan(plan: Plan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
     """PlanError unless the plan was made for this model, this cluster and this many ranks."""
     made_for = plan.provenance
-    made_for.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
+    check_model(plan, graph)
     if cluster is not None:
         made_for.check_cluster(cluster.name, cluster.fingerprint)
     if made_for.world_size != world_size:

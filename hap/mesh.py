@@ -38,6 +38,7 @@ from hap.runtime.hosts import HostCommunicator
 from hap.runtime.mesh import MeshProgram, dealt_to_hosts
 from hap.runtime.ragged import Site
 from hap.runtime.variants import Built
+from hap.same_model import check_model
 from hap.search.judge import default_passes, played_events
 from hap.search.mesh import host_cluster, of_batch, seconds_of_sums
 from hap.search.rounding import round_shares
@@ -48,7 +49,7 @@ from hap.whatif import explained
 
 def check_mesh_plan(plan: MeshPlan, graph: Graph, cluster: ClusterSpec | None, world_size: int) -> None:
     """PlanError unless the plan was made for this model, this cluster and this many ranks."""
-    plan.provenance.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
+    check_model(plan, graph)
     if set(plan.between) != set(graph.by_name):
         raise PlanError("the plan between hosts has not the nodes of this model; plan again")
     if cluster is not None:

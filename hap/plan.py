@@ -152,15 +152,6 @@ class Provenance(Sparse):
     profile_fingerprint: str | None = None  # of the measurements that the predictions rest on
     reduce_dtype: ReduceName | None = None  # of exchanged gradients; not in the file if their own
 
-    def check_model(self, name: str, fingerprint: str, batches: int = 1) -> None:
-        """PlanError unless the plan was made for this model and batch, of which a step has so many."""
-        if self.model_fingerprint != fingerprint:
-            part = "" if batches == 1 else f"give one of a step's {batches} batches, as it was planned, or "
-            raise PlanError(
-                f"the plan is for model {self.model!r} with other shapes or operators than this {name!r} "
-                f"({self.model_fingerprint[:12]}, not {fingerprint[:12]}); {part}plan again"
-            )
-
     def check_cluster(self, name: str, fingerprint: str) -> None:
         """PlanError unless the plan was made for this cluster."""
         if self.cluster_fingerprint != fingerprint:

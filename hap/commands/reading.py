@@ -73,11 +73,12 @@ def _explain_node(plan: Plan, built: BuiltModel, name: str, as_json: bool) -> No
     from hap.report.facts import Facts
     from hap.report.node import explain_node, find_node
     from hap.rules.choices import choices
+    from hap.same_model import check_model
 
     with shared.working("capturing the model"):
         graph = capture(built.model, built.example_inputs, loss_fn=built.loss_fn, example_targets=built.example_targets)
     graph = as_planned(graph, plan.provenance)
-    plan.provenance.check_model(graph.name, graph.fingerprint, plan.gradient_accumulation_steps)
+    check_model(plan, graph)
     cluster = Facts(plan).cluster
     if cluster is None:
         raise PlanError("the plan was made by an older HAP and describes no cluster; plan again")

@@ -165,7 +165,7 @@ def refused(graph: Graph, plan: Plan, message: str) -> None:
 
 
 def test_a_plan_for_another_graph_is_refused(found: Choices) -> None:
-    refused(found.graph, cases.data_parallel((5, 2, 1)), "for model 'gpt2' with other shapes")
+    refused(found.graph, cases.data_parallel((5, 2, 1)), "is not for this 'Linear': only the plan's has i_targets_0")
 
 
 def test_a_strategy_that_is_no_rule_is_refused(found: Choices) -> None:

@@ -205,7 +205,7 @@ class Scatter(_InSteps):
         else:
             perform(_scatter_schedule(self.how, tuple(lengths), self.flat.itemsize), self.flat, here.group)
             self.mine = self.flat[start : start + lengths[here.rank]].clone()
-        if self.flat.device.type == "cpu":
+        if not _may_be_read_later(self.flat):
             self.flat = self.mine
 
     def unpack(self) -> list[torch.Tensor]:
@@ -316,6 +316,11 @@ def transfer(
         case "all_to_all":
             return Swap(here, values, layouts, how, routes)
     raise AssertionError(f"{kind} needs no wire")
+
+
+def _may_be_read_later(sent: torch.Tensor) -> bool:
+    """After ``move`` has returned: by a stream. On CPUs all is done then."""
+    return sent.device.type != "cpu"
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

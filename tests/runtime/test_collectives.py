@@ -14,6 +14,7 @@ from hap.codegen.program import DECOMPOSITIONS
 from hap.errors import ProgramError
 from hap.plan import Collective
 from hap.routes import Way
+from hap.runtime import transfer as transfers
 from hap.runtime.collectives import Communicator, Pending
 from hap.runtime.exchange import as_bytes
 from tests._support.ranks import RankError, run_ranks
@@ -165,8 +166,9 @@ SENT: list[tuple[Collective, str]] = [
 ]
 
 
-def what_was_packed_is_held(rank: int) -> list[bool]:
+def what_was_packed_is_held(rank: int, may_be_read_later: bool) -> list[bool]:
     """Of each collective on two values: whether its buffer outlives ``move``, after which a GPU may still read it."""
+    transfers._may_be_read_later = lambda _: may_be_read_later
     comm, found = Communicator(dist.group.WORLD), []
     rows, columns = Layout(0, 1, 1, (3, 1)), Layout(1, 1, 1, (2, 2))
     whole = torch.arange(16.0).reshape(4, 4)
@@ -184,8 +186,16 @@ def what_was_packed_is_held(rank: int) -> list[bool]:
 
 
 def test_what_is_sent_is_held_until_it_is_unpacked() -> None:
-    for held in run_ranks(2, what_was_packed_is_held):
+    for held in run_ranks(2, what_was_packed_is_held, True):
         assert dict(zip(SENT, held, strict=True)) == dict.fromkeys(SENT, True)
+
+
+def test_on_cpus_partial_sums_are_dropped_once_they_are_summed() -> None:
+    """Not before ``unpack``, which of gradients is at the end of the backward pass."""
+    for held in run_ranks(2, what_was_packed_is_held, False):
+        assert [kind for (kind, _), is_held in zip(SENT, held, strict=True) if not is_held] == [
+            kind for kind, _ in SENT if kind == "reduce_scatter"
+        ]
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:

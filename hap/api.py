@@ -185,8 +185,7 @@ def compile(
     that is named here. ``passes_off`` names passes (``hap.codegen.passes.runner``) to leave out, ``("bucket",
     "overlap")`` for one. With ``plan`` gradients are exchanged as it says, and a ``reduce_dtype``, an ``optimizer``,
     ``gradient_accumulation_steps`` and ``pins`` must be its own where they are given; what is planned without them is
-    for ``adamw`` and steps of one batch.
-    The other arguments are those of ``hap.plan``, and so are the errors; ProgramError, too, if ranks disagree.
+    for ``adamw`` and steps of one batch. The rest is as of ``hap.plan``, errors too; ProgramError if ranks disagree.
     """
     if cluster is None and plan is None:
         raise ClusterError("hap.compile needs a cluster, or a plan that was made for one")
@@ -286,9 +285,8 @@ def simulate(
     """Play one step of ``plan``'s program on its cluster as it is run, collectives bundled and beside compute: spans of
     every rank, waiting, the critical path. Of a step of several batches it is the last one.
 
-    Speeds are those of ``profile``, or else the description's, whatever the plan was made with. PlanError if the plan
-    is for another model or cluster, or of two axes and to be played with a profile. Devices of ``cluster`` that the
-    plan leaves out do not play.
+    Speeds are those of ``profile``, or else the description's. Devices of ``cluster`` that the plan leaves out do not
+    play. PlanError if it is for another model or cluster, or of two axes and to be played with a profile.
     """
     graph = capture(model, example_inputs, loss_fn=loss_fn, example_targets=example_targets, outputs=outputs)
     graph = as_planned(graph, plan.provenance)

@@ -23,7 +23,7 @@ from hap.capture.blame import blame
 from hap.capture.chance import no_chance
 from hap.capture.cleanup import clean
 from hap.capture.convert import to_graph
-from hap.capture.counters import Cached, Calls, steady
+from hap.capture.counters import Calls, forget_cached, steady
 from hap.capture.custom import of_tensors
 from hap.capture.decompose import decompositions
 from hap.capture.experts import as_batched
@@ -155,13 +155,12 @@ def _trace(
             loss_fn=loss_fn,
         )
 
-    users, cached = Kept((model, outside.model(), loss_fn)), Cached()
-    numbers = tuple(numbers_of(loss_fn))
+    users, numbers = Kept((model, outside.model(), loss_fn)), tuple(numbers_of(loss_fn))
     try:
         outside.turn(copied)
-        graph = steady(traced, (copied, loss), cached, name)
+        graph = steady(traced, (copied, loss), name)
         unchanged = [number for number in numbers if not number.has_changed()]
         return replace(graph, origins=Origins((*graph.origins, *unchanged)))
     finally:
         users.restore()
-        cached.forget()
+        forget_cached(users.caches)

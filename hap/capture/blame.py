@@ -8,6 +8,7 @@ import traceback
 
 import torch
 
+from hap.capture.refused import BACKWARD, RefusedError
 from hap.capture.selected import SelectionError
 from hap.capture.spread import is_of_collective
 from hap.errors import CaptureError
@@ -18,6 +19,7 @@ _STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
 _DEVICES = "Unhandled FakeTensor Device Propagation"  # what torch 2.11 says of it, in a RuntimeError
 _GENERATOR = "torch._C.Generator"  # of which torch 2.11 says that a graph has no such argument
 # what torch says of a tensor that is neither parameter, buffer nor input, and is changed or replaced
+_WITHIN = "backprop through mirrored meta"
 _KEPT = ("Unexpected fake buffer", "entirely functional graph", "ATen/RegisterFunctionalization", "in tensor_tracker")
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
@@ -45,8 +47,10 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
             f"cannot capture {subject}: torch.cond, or another call of functions, {where}: "
             "it is no plain operator, and HAP cannot shard it"
         )
-    if isinstance(error, SelectionError):
+    if isinstance(error, (SelectionError, RefusedError)):
         return CaptureError(f"cannot capture {subject}: {error} {where}")
+    if _WITHIN in str(error):  # by ``torch.autograd.backward``
+        return CaptureError(f"cannot capture {subject}: {BACKWARD} {where}")
     if isinstance(error, NotImplementedError) and _GENERATOR in str(error):
         return CaptureError(
             f"cannot capture {subject}: a draw with a generator of random numbers {where}: HAP has no place for it"

@@ -5,14 +5,14 @@ that nothing reads does no harm, and a cache that knows for what length it was m
 changed from the traced call to the next, the steps after it are traced, too, and refused if they come to another one.
 
 What the first call makes of constants alone and keeps, a table of angles, the second has as a constant. What
-``functools.lru_cache`` keeps of a trace is forgotten after each call: nobody else could use it.
+functions under ``functools.lru_cache`` keep of a trace, where ``Kept`` finds them, is forgotten after each call: nobody
+else could use it.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,13 @@ from hap.errors import CaptureError
 from hap.graph import Graph
 
 _STEPS = 3  # that are traced by themselves: the second again, of which a trace has the first one's writes, too
-_LRU = type(functools.lru_cache(len))
 
 
 class Calls:
     """Those of one trace: the last is what is traced. ``start``: where each begins; else where the one before ended."""
 
-    def __init__(self, roots: Sequence[object], cached: Cached, start: Kept | None = None) -> None:
-        self._roots, self._cached, self._start = roots, cached, start
+    def __init__(self, roots: Sequence[object], start: Kept | None = None) -> None:
+        self._roots, self._start = roots, start
         self.first: Kept | None = None
         self.before = Kept(())
 
@@ -42,7 +41,8 @@ class Calls:
 
     def end(self, known: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         """``known``: the value of a traced tensor that is the same in every step."""
-        for container, key, value in tensors_in(Kept(self._roots).parts):
+        now = Kept(self._roots)
+        for container, key, value in tensors_in(now.parts):
             items = value if type(value) is tuple else (value,)
             made = [known(i) if isinstance(i, torch.Tensor) and not has_values(i) else None for i in items]
             if any(one is not None for one in made):
@@ -50,7 +50,7 @@ class Calls:
                 olds = old if type(old) is tuple and len(old) == len(items) else (old,) * len(items)
                 new = tuple(i if m is None else _same(m, o) for i, m, o in zip(items, made, olds, strict=True))
                 put(container, key, new if type(value) is tuple else new[0])
-        self._cached.forget()
+        forget_cached((*self.before.caches, *now.caches))
 
 
 def _same(value: torch.Tensor, old: Any) -> torch.Tensor:
@@ -60,15 +60,15 @@ def _same(value: torch.Tensor, old: Any) -> torch.Tensor:
     return old if is_old else value
 
 
-def steady(traced: Callable[[Calls], Graph], roots: Sequence[object], cached: Cached, subject: str) -> Graph:
+def steady(traced: Callable[[Calls], Graph], roots: Sequence[object], subject: str) -> Graph:
     """What ``traced`` returns, if the calls that follow come to the same. CaptureError."""
-    calls = Calls(roots, cached)
+    calls = Calls(roots)
     graph = traced(calls)
     before, now = calls.first or calls.before, calls.before
     for step in range(_STEPS):
         if not (changed := before.changed(now)):
             break
-        if traced(Calls(roots, cached, now)).fingerprint != graph.fingerprint:
+        if traced(Calls(roots, now)).fingerprint != graph.fingerprint:
             what = "the number" if isinstance(now.marks.get(changed[0]), (int, float)) else "what it keeps as"
             remedy = "keep it in a buffer, or give what decides as an input"
             raise CaptureError(
@@ -79,17 +79,11 @@ def steady(traced: Callable[[Calls], Graph], roots: Sequence[object], cached: Ca
     return graph
 
 
-class Cached:
-    """What functions under ``functools.lru_cache`` keep. They are looked for once, as there may be many objects."""
-
-    def __init__(self) -> None:
-        self._functions = [one for one in gc.get_objects() if type(one) is _LRU]
-
-    def forget(self) -> None:
-        """Where that has tensors of a trace."""
-        for function in self._functions:
-            held = gc.get_referents(function) if function.cache_info().currsize else []
-            results = [r for one in held for r in (one.values() if isinstance(one, dict) else [one])]
-            leaves = (leaf for r in results for leaf in pytree.tree_leaves(r))
-            if any(isinstance(leaf, torch.Tensor) and is_traced(leaf) for leaf in leaves):
-                function.cache_clear()
+def forget_cached(caches: Iterable[Any]) -> None:
+    """What functions under ``functools.lru_cache`` keep, where that has tensors of a trace."""
+    for function in caches:
+        held = gc.get_referents(function) if function.cache_info().currsize else []
+        results = [r for one in held for r in (one.values() if isinstance(one, dict) else [one])]
+        leaves = (leaf for r in results for leaf in pytree.tree_leaves(r))
+        if any(isinstance(leaf, torch.Tensor) and is_traced(leaf) for leaf in leaves):
+            function.cache_clear()

@@ -25,6 +25,7 @@ _MOST = 1000  # items of one of them
 _LIBRARIES = frozenset({"torch", "numpy", "builtins", "hap", "collections", "functools", "itertools", "logging"})
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _PLAIN = (int, float, complex, str, bytes, type(None))
+_LRU = type(functools.lru_cache(len))
 _NOTHING = object()
 
 
@@ -40,12 +41,14 @@ class _Globals(dict[str, Any]):
 
 class Kept:
     """What ``roots`` have just now. ``parts``: each container with what is in it; ``marks``: by names as
-    ``decoder.state.tau``, what tells one state from another. ``code``: that of functions and classes, too."""
+    ``decoder.state.tau``, what tells one state from another; ``caches``: functions under ``functools.lru_cache``.
+    ``code``: that of functions and classes, too."""
 
     def __init__(self, roots: Sequence[object], *, code: bool = True) -> None:
         self._code, self._known = code, set[int]()  # of what was looked into, by id
         self.parts: list[tuple[Any, dict[Any, Any]]] = []
         self.marks: dict[str, Any] = {}
+        self.caches: list[Any] = []
         self._alive: list[object] = []  # an id is one thing's as long as that lives
         self._named = {id(module) for root in roots if isinstance(root, nn.Module) for module in root.modules()}
         for root in roots:
@@ -74,6 +77,8 @@ class Kept:
             return
         self._known.add(id(one))
         self._alive.append(one)
+        if isinstance(one, _LRU):
+            self.caches.append(one)
         for container, contents in _parts(one, self._code):
             if depth > 0 and len(contents) > _MOST:
                 continue
@@ -128,6 +133,9 @@ def _parts(one: Any, code: bool) -> Iterator[tuple[Any, dict[Any, Any]]]:
             yield (), {"": one.__func__}
     elif isinstance(one, functools.partial):
         yield (), {"": one.func, "args": one.args, "keywords": one.keywords}
+    elif isinstance(one, _LRU):
+        if code:
+            yield (), {"": one.__wrapped__}
     elif isinstance(one, types.FunctionType):
         if code:
             yield from _parts_of_function(one)
@@ -178,7 +186,7 @@ def _contents(container: Any) -> dict[Any, Any]:
 
 def _is_data(value: Any) -> bool:
     """Of globals and classes nothing else is looked at, but functions for what they name themselves."""
-    return isinstance(value, (*_PLAIN, dict, list, deque, set, np.ndarray, itertools.count)) or (
+    return isinstance(value, (*_PLAIN, dict, list, deque, set, np.ndarray, itertools.count, _LRU)) or (
         isinstance(value, types.FunctionType) and _is_users(value)
     )
 

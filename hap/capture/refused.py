@@ -10,7 +10,12 @@ import torch
 
 _VIEWING = (torch.Tensor.view, torch.Tensor.view_as)
 _LIES_OTHERWISE = ("Cannot view a tensor with shape", "view size is not compatible")  # by release
+BACKWARD = "a backward pass inside of the forward pass, which would add to .grad: use torch.autograd.grad there"
 COUNTING = (torch.bincount, torch.Tensor.bincount)
+
+
+class RefusedError(Exception):
+    """What cannot be, and what to write instead: the first part of what is said."""
 
 
 @contextlib.contextmanager
@@ -21,7 +26,7 @@ def explained(func: Any) -> Iterator[None]:
     except (RuntimeError, ValueError) as e:
         if func not in _VIEWING or not any(said in str(e) for said in _LIES_OTHERWISE):
             raise
-        raise ValueError(
+        raise RefusedError(
             "a view that needs another memory format: a step's inputs and parameters are contiguous, never "
             "channels_last; use reshape"
         ) from e
@@ -29,7 +34,7 @@ def explained(func: Any) -> Iterator[None]:
 
 def _refusing(why: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(why)
+        raise RefusedError(why)
 
     return refuse
 
@@ -45,7 +50,5 @@ _PACKED = _refusing(
 REFUSED: Mapping[Any, Callable[..., NoReturn]] = {
     **dict.fromkeys(COUNTING, _COUNTED),
     torch._VF._pack_padded_sequence: _PACKED,
-    torch.Tensor.backward: _refusing(
-        "a backward pass inside of the forward pass, which would add to .grad: use torch.autograd.grad there"
-    ),
+    torch.Tensor.backward: _refusing(BACKWARD),
 }

@@ -249,10 +249,25 @@ def test_what_is_made_once_of_constants_and_stays_is_captured(of) -> None:
     assert_equals_model(model)
 
 
+@functools.lru_cache
+def angles(n):
+    return torch.arange(n, dtype=torch.float64).cos()
+
+
+def turned(n):
+    return angles(n)[:, None]
+
+
+def test_a_cache_that_is_named_by_a_function_that_is_named_is_found() -> None:
+    model = Caching(lambda self: turned(6)).double()
+    capture(model, X)
+    assert type(angles(6)) is torch.Tensor
+    angles.cache_clear()
+    assert_equals_model(model)
+
+
 @pytest.mark.parametrize("size", [8, None])
 def test_so_is_what_a_function_under_lru_cache_keeps(size) -> None:
-    """Made here, as the tests' garbage collector is not told of what was there before."""
-
     @functools.lru_cache(size)
     def table(n):
         return torch.arange(n, dtype=torch.float64).cos()

@@ -316,31 +316,6 @@ def test_the_order_of_collectives_is_in_the_program() -> None:
     assert [w.outputs for w in works(overlap_collectives(program))] == [w.outputs for w in works(program)]
 
 
-# ------------------------------------------------------------------------------------------------ sink
-
-
-def test_what_is_only_handed_out_waits_for_the_end() -> None:
-    """A sum is gathered and viewed to be a gradient; another is read by a product and stays."""
-    program = data_parallel()
-    gradient = next(c for c in program.backward if isinstance(c, Convert))
-    at = program.backward.index(gradient)
-    view = Call(("viewed",), "aten.view.default", (Value(gradient.output), [-1]), (), "")
-    double = Call(("doubled",), "aten.mul.Tensor", (Value("viewed"), 2), (), "")
-    held = {**program.held, "viewed": program.held[gradient.output], "doubled": program.held[gradient.output]}
-    longer = replace(
-        program, backward=(*program.backward[: at + 1], view, double, *program.backward[at + 1 :]), held=held
-    )
-    assert sink_results(longer).backward == (*program.backward, view, double)
-    last = program.gradients[next(reversed(program.gradients))]
-    reader = Call(("late",), "aten.add.Tensor", (Value("doubled"), Value(last)), (), "")
-    local = Call(("own",), "aten.add.Tensor", (Value("doubled"), Value(gradient.input)), (), "")
-    for extra, expected in ((reader, (view, double, reader)), (local, ())):
-        held = {**longer.held, extra.outputs[0]: program.held[last]}
-        more = replace(longer, backward=(*longer.backward, extra), held=held)
-        tail = sink_results(more).backward[len(program.backward) :]
-        assert tail[: len(expected)] == expected
-
-
 # ------------------------------------------------------------------------------------------------ dead code, renames
 
 

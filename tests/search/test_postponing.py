@@ -249,3 +249,20 @@ def test_what_is_changed_later_knows_the_order() -> None:
     for found in (changed(search.problem, late, {}), at_sizes(search.problem, late, late.sizes)):
         assert found.postponed == planned().postponed
         assert max(found.evaluation.memory_bytes) > max(best.evaluation.memory_bytes)
+
+
+def test_what_sends_nothing_may_overrun_what_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory: each parameter is gathered again before its layer's calls, which wait for it, and its gradient,
+    longer than that wait, would else be made at the end."""
+    layers = [layer for _ in range(16) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    with torch.device("meta"):
+        found = choices(capture(nn.Sequential(*layers), torch.empty(768, 512), loss_fn=lambda y: y.square().mean()))
+    on = ClusterSpec.from_yaml(
+        "name: little\nbackend: gloo\nhosts:\n  - name: h\n    devices: [{name: d, count: 3, tflops: {float32: 0.05}, "
+        "memory: 36MB, memory_bandwidth: 10GB/s}]\n    link: {bandwidth: 1GB/s, latency: 50us}\n"
+    )
+    free = plan_graph(found, on).predicted.overlapped_s
+    inner = postponing._Backward.postponed
+    monkeypatch.setattr(postponing._Backward, "postponed", lambda of, part, ahead, over: inner(of, part, ahead=ahead))
+    without = plan_graph(found, on).predicted.overlapped_s
+    assert free is not None and without is not None and free < 0.98 * without

@@ -230,9 +230,8 @@ class Walk:
     def _staging(self, need: Need, nbytes: int) -> Staging:
         value, source, target = need.value, need.source, need.target
         same_dim = isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim
-        scattered = value in self.strides.scattered
-        cut = scattered or same_dim or (isinstance(target, Shard) and not self._in_order(value, target))
-        across = isinstance(source, Shard) and not self._in_order(value, source)
+        cut = same_dim or (need.collective == "all_gather" and value in self.strides.scattered)
+        across = same_dim or (isinstance(source, Shard) and not self._in_order(value, source))
         return Staging(need.collective, nbytes, source, target, cut, across)
 
     def _in_order(self, value: Value, placement: Placement) -> bool:

@@ -1,20 +1,20 @@
 """What a collective holds beside its argument and its result while it runs (``hap/runtime/transfer.py``).
 
 It packs, moves and unpacks, one after another; what counts is the fullest of these moments. N ranks, a whole value of W
-bytes, a rank's source piece of S, its target piece of T, the largest of all pieces L. *Cut*: pieces that lie across the
-value's memory are copied before they are packed. *Landing*: partial sums that wait beside the buffer to be added.
+bytes, a rank's source piece of S, its target piece of T, the largest of all pieces L. *Cut*: what is copied before it
+is packed, a piece that is not contiguous, or places of a dim that stays sharded. *Landing*: partial sums that wait
+beside the buffer to be added.
 
     all_gather      all_to_all       (N-1) S sent, W - S received
                     padded           L sent, N L received unless that is the result
                     others           nothing; they receive in place
                     any              W, if the value must be joined across its memory
-    reduce_scatter  any              W packed; first the cut pieces, when there is no result yet
-                    all_to_all_sum   W + N T
-                    padded           W + (N+1) L
+    reduce_scatter  all_to_all_sum   W + N T
+                    padded           W + (N+1) L; W + L if all are alike
                     routed           W + landing - T
     all_reduce      ring             nothing
                     owners, ...      landing
-    all_to_all      any              cut and packed S, then S with T, then T received with T joined
+    all_to_all      any              cut and packed S, then S with T, then T received with T joined, if across
 
 The backend's own buffers are not known.
 """
@@ -44,8 +44,8 @@ UNASKED: dict[Collective, str] = {  # what a communicator does that is told no d
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Bytes (N,) of what a conversion reads, makes, and of the whole value. ``cut``: what is sent lies across the
-    argument's memory; ``across``: what arrives lies across the result's."""
+    """Bytes (N,) of what a conversion reads, makes, and of the whole value. ``cut``: what is sent is copied before;
+    ``across``: what arrives lies across the result's memory."""
 
     source: Array
     target: Array
@@ -79,14 +79,12 @@ def staging_bytes(kind: Collective, decomposition: str, p: Pieces) -> Array:
         case "all_gather":
             return np.maximum(_gathering(decomposition, p), p.whole * p.across)
         case "reduce_scatter":
-            return np.maximum(p.whole * (1 + p.cut) - p.target, _scattering(decomposition, p))
+            return _scattering(decomposition, p)
         case "all_reduce" if decomposition != "ring":
-            return p.whole * p.cut + reduce_landing(decomposition, p.ranks) * p.whole
-        case "all_reduce":
-            return p.whole * p.cut
+            return reduce_landing(decomposition, p.ranks) * p.whole
         case "all_to_all":
             packed = p.source * (1 + p.cut) - p.target
-            return np.maximum.reduce((packed, p.source, p.target))
+            return np.maximum.reduce((packed, p.source, p.target * p.across))
     return np.zeros_like(p.whole)
 
 
@@ -105,7 +103,8 @@ def _scattering(decomposition: str, p: Pieces) -> Array:
     if decomposition == "all_to_all_sum":
         return p.whole + p.ranks * p.target
     if decomposition == "padded":
-        return p.whole + (p.ranks + 1) * p.target.max()
+        longest = p.target.max()
+        return p.whole + longest + (0 if bool((p.target == longest).all()) else p.ranks * longest)
     return p.whole + np.maximum(0, scatter_landing(decomposition, p.ranks) @ p.target - p.target)
 
 

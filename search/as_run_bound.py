@@ -37,7 +37,7 @@ from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import DUAL_STEPS, KeptSolver
 from hap.search.relaxation import SAFETY, Relaxation, around_s, relaxation
-from hap.search.score import CALLS, packing_terms
+from hap.search.score import flat_copies, packing_calls
 from hap.search.wires import GRID
 
 SOLVED = 5  # programs
@@ -111,7 +111,7 @@ class Streams:
     """What the relaxation's variables cost either stream."""
 
     relaxed: Relaxation
-    _packing: dict[Collective, tuple[float, int]] = field(default_factory=dict)  # seconds a byte, calls of a value
+    _packing: dict[Collective, float] = field(default_factory=dict)  # seconds a byte
     _curves: dict[Collective, list[float]] = field(default_factory=dict)  # seconds of the wire at the sizes of ``GRID``
 
     def __post_init__(self) -> None:
@@ -149,10 +149,15 @@ class Streams:
             for how in candidates(kind, self.cluster):
                 form = collective_coefficients(kind, how, UNIT_BYTES, *ends_of(kind), self.cluster)
                 copies.append(sum(stage_least_s(s, self.weights) for s in form.stages if s.in_memory))
-            flat, calls = packing_terms(kind, self.cluster.devices, self.cluster.world_size)
-            self._packing[kind] = min(copies) / UNIT_BYTES + float(self.weights @ flat), calls
-        per_byte, own = self._packing[kind]
-        return per_byte * nbytes + (own + CALLS * _part(nbytes)) * self.launch_s
+            flat = float(self.weights @ flat_copies(kind, self.cluster.devices))
+            self._packing[kind] = min(copies) / UNIT_BYTES + flat
+        return self._packing[kind] * nbytes + self._calls(kind, nbytes) * self.launch_s
+
+    def _calls(self, kind: Collective, nbytes: int) -> float:
+        """Alone, or as a part of the largest bundle."""
+        ranks = self.cluster.world_size
+        alone, beside = packing_calls(kind, 1, ranks), packing_calls(kind, 3, ranks) - packing_calls(kind, 2, ranks)
+        return min(alone, beside + packing_calls(kind, 0, ranks) * _part(nbytes))
 
     def wire_s(self, kind: Collective, nbytes: int) -> float:
         """By the fastest way of ``nbytes``, or of the largest bundle that it may be part of."""

@@ -11,13 +11,15 @@ so where the wire is what takes long, a part of the parameters lies in shards at
 The program of strategies takes one decision for all that is alike, and by the other clock. Here kinds of parameters,
 of alike layers, are gone through once, those with most bytes first:
 
+    all that are of small kinds the other way, which are bundled
     half of a kind the other way, every second layer; if that is shorter as run, all of it; if not, a quarter
     keep whatever is the shortest so far; end after ``PATIENCE`` kinds that were worth nothing
 
 A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
 summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from, even ones or not.
 Views and casts on the way take what comes as it is, and the sum is made of what a last cast widens. Asked where the
-wire has something to do and the step as run is longer than all that it sends, and than the compute of the busiest rank.
+wire has something to do and the step as run is longer than the compute of the busiest rank; where the wire alone is
+what takes long, too, as of small values the one way or the other has fewer bundles.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from hap.search.tempo import played_s, played_wire_s
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
-WAITING = 0.1  # of the busiest rank's compute, and of all collectives
+WAITING = 0.1  # of the busiest rank's compute
 SENT = 0.2  # of the busiest rank's compute: of less little is gained
-MUCH = 0.03  # of the bytes of all trained parameters: smaller kinds are left as they are
+MUCH = 0.03  # of the bytes of all trained parameters: smaller kinds go together
 PATIENCE = 2  # kinds in turn that are worth less than ...
 WORTH = 2e-3  # ... of the step
 HALF, ALL, QUARTER = 0.5, 1.0, 0.25
@@ -55,9 +57,11 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
         return best, overlapped_s
     search.progress.say("asking which parameters should be whole")
     mixture, parts, found, found_s = _Mixture.of(search.problem, best), dict[int, float](), best, overlapped_s
-    gained_by = -1  # the last kind that was worth it
+    gained_by = 0  # the last kind that was worth it
     for kind, members in enumerate(mixture.kinds):
-        pending = [HALF if len(members) > 1 else ALL]
+        if not members:
+            continue
+        pending = [HALF if kind and len(members) > 1 else ALL]
         while pending and most and kind - gained_by <= PATIENCE:
             search.progress.check()
             part, most = pending.pop(), most - 1
@@ -74,15 +78,16 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
 
 
 def _waits(problem: Problem, best: Found, overlapped_s: float) -> bool:
-    """Whether the wire has something to do, and it and the devices wait for each other for long."""
-    busy_s, sent_s = max(best.evaluation.compute_s), played_wire_s(problem, best)
-    return sent_s > SENT * busy_s and overlapped_s > (1 + WAITING) * max(busy_s, sent_s)
+    """Whether the wire has something to do, and the devices wait for it for long."""
+    busy_s = max(best.evaluation.compute_s)
+    return overlapped_s > (1 + WAITING) * busy_s and played_wire_s(problem, best) > SENT * busy_s
 
 
 @dataclass(frozen=True, eq=False)
 class _Mixture:
-    """``best``, and what its parameters are the other way. ``kinds``: of parameters, in the order of their bytes, most
-    first; each with the strategies of its members, in the order in which they are read, that turn them."""
+    """``best``, and what its parameters are the other way. ``kinds``: those of small kinds, then the other kinds in the
+    order of their bytes, most first; each with the strategies of its members, in the order in which they are read, that
+    turn them."""
 
     problem: Problem
     best: Found
@@ -92,19 +97,20 @@ class _Mixture:
     def of(cls, problem: Problem, best: Found) -> _Mixture:
         graph, position = problem.choices.graph, problem.facts.position
         trained = [n for n in graph.sources("parameter") if n.target in graph.gradients]
-        first = {n.name: min((position[r.name] for r in _readers(graph, n)), default=-1) for n in trained}
+        read = {n.name: min((position[r.name] for r in _readers(graph, n)), default=-1) for n in trained}
         kinds: dict[tuple[int, bool], list[Node]] = {}
-        for node in sorted(trained, key=lambda n: first[n.name]):
+        for node in sorted(trained, key=lambda n: read[n.name]):
             sharded = isinstance(best.strategies[node.name].outputs[0], Shard)
             kinds.setdefault((problem.classes.of[node.name], sharded), []).append(node)
         total = sum(n.meta.nbytes for n in trained)
         sizes = {kind: sum(n.meta.nbytes for n in nodes) for kind, nodes in kinds.items()}
-        turned = [
-            tuple(_turned(problem, best, node) for node in kinds[kind])
-            for kind in sorted(kinds, key=lambda kind: -sizes[kind])
-            if sizes[kind] >= MUCH * total
-        ]
-        return cls(problem, best, tuple(tuple(t for t in kind if t is not None) for kind in turned if any(kind)))
+        order = sorted(kinds, key=lambda kind: -sizes[kind])
+        large = [kinds[kind] for kind in order if sizes[kind] >= MUCH * total]
+        small = [node for kind in order if sizes[kind] < MUCH * total for node in kinds[kind]]
+        first, *others = (
+            tuple(t for node in nodes if (t := _turned(problem, best, node)) is not None) for nodes in (small, *large)
+        )
+        return cls(problem, best, (first, *filter(None, others)))
 
     def turned(self, parts: Mapping[int, float]) -> Iterator[Found]:
         """The plan with these parts of its kinds the other way, every so many-th member of a kind: new shards even, and

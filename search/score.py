@@ -6,9 +6,8 @@ is drafted and rewritten once (``score_of``), and played at as many sizes as som
 
     a call        its node's seconds on every rank; a product that its bias was folded into is the product, a sum over
                   hosts that gives another dtype is the sum
-    a conversion  packing and joining are compute: the bytes copied, and the calls made (``CALLS`` for each collective,
-                  one for each value, or one for each rank's piece of it, assumed); the wire is one stream for all, in
-                  the order of issue
+    a conversion  packing and joining are compute: the bytes copied, and the calls made (``packing_calls``); the wire is
+                  one stream for all, in the order of issue
     a bundle      one collective of all its bytes
     a sum over hosts of a gradient that the step hands out: on a stream of its own, waited for before the update
 """
@@ -40,7 +39,10 @@ from hap.plan import Collective, Strategy
 
 _PRODUCT = "aten.mm.default"
 _FOLDED = {"hap.addmm.default": _PRODUCT, "aten.addmm.default": _PRODUCT, HOSTS_SUM: HOSTS_SUM}
-CALLS = 10
+CALLS = 10  # of a collective
+VALUE_CALLS: dict[Collective, int] = {"all_reduce": 1, "all_gather": 3, "reduce_scatter": 2, "all_to_all": 4}
+PIECE_VIEWS: dict[Collective, int] = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}
+VIEW = 0.2  # of a call
 COPY_EFFICIENCY = 0.8  # of memory bandwidth, as in ``hap.cost_models.collective``
 
 
@@ -197,18 +199,26 @@ def _wire(work: Work, how: str, cluster: Cluster, sizes: GroupSizes) -> tuple[fl
         else:
             seconds += stage.seconds(rho, sigma)
     if work.kind != "slice" and ranks > 1:
-        flat, calls = packing_terms(work.kind, cluster.devices, ranks)
-        packing = packing + flat * work.nbytes
-        packing = packing + (CALLS + work.values * calls) * np.array([d.launch_s for d in cluster.devices])
+        calls = packing_calls(work.kind, work.values, ranks)
+        packing = packing + flat_copies(work.kind, cluster.devices) * work.nbytes
+        packing = packing + calls * np.array([d.launch_s for d in cluster.devices])
     return seconds, packing
 
 
-def packing_terms(kind: Collective, devices: Sequence[Device | MeasuredDevice], ranks: int) -> tuple[Array, int]:
-    """Beside the stages in memory: seconds a byte (N,) of copying a sum to a flat tensor and back, and how many calls
-    each value of a collective of so many ranks makes."""
+def packing_calls(kind: Collective, values: int, ranks: int) -> float:
+    """As how many small calls of PyTorch packing and joining take (``hap/runtime/transfer.py``): ``CALLS`` for each
+    collective, assumed; ``VALUE_CALLS`` for each value, its copies and one for its views; and of several values
+    ``PIECE_VIEWS`` of every rank's piece of each, ``VIEW`` of a call each, assumed."""
+    pieces = ranks if values > 1 else 0
+    return CALLS + values * (VALUE_CALLS[kind] + pieces * PIECE_VIEWS[kind] * VIEW)
+
+
+def flat_copies(kind: Collective, devices: Sequence[Device | MeasuredDevice]) -> Array:
+    """Beside the stages in memory: seconds a byte (N,) of copying a sum to a flat tensor and back."""
     if kind != "all_reduce":
-        return np.zeros(len(devices)), ranks
-    return 2 / (COPY_EFFICIENCY * np.array([d.memory_bandwidth_bytes_per_s for d in devices])), 1
+        return np.zeros(len(devices))
+    found: Array = 2 / (COPY_EFFICIENCY * np.array([d.memory_bandwidth_bytes_per_s for d in devices]))
+    return found
 
 
 def score_of(

@@ -14,6 +14,8 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from hap.runtime.dealing import runs_of
+
 Shape = tuple[int, ...]
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,7 +48,8 @@ def gather_padded(mine: torch.Tensor, lengths: Sequence[int], group: dist.Proces
     all_gather_single(received, padded, group=group)
     if all(n == longest for n in lengths):
         return received
-    return torch.cat([received[r * longest : r * longest + n] for r, n in enumerate(lengths)])
+    rows = received.view(len(lengths), longest)
+    return torch.cat([rows[r : r + count, :n].reshape(-1) for r, _, count, n in runs_of(tuple(lengths))])
 
 
 def gather_by_broadcast(flat: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -63,8 +66,8 @@ def gather_by_broadcast(flat: torch.Tensor, lengths: Sequence[int], group: dist.
 
 
 def scatter_by_exchange(flat: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's ``lengths[rank]`` elements of the sum over ranks of ``flat``, added in rank order; numbers of 16 bits
-    in float32, and rounded once.
+    """This rank's ``lengths[rank]`` elements of the sum over ranks of ``flat``; numbers of 16 bits are added in float32
+    and rounded once.
 
     One ``all_to_all_single``, then a local sum.
     """
@@ -73,13 +76,7 @@ def scatter_by_exchange(flat: torch.Tensor, lengths: Sequence[int], group: dist.
     received = flat.new_empty(mine * len(lengths))
     incoming, outgoing = [mine * itemsize] * len(lengths), [n * itemsize for n in lengths]
     dist.all_to_all_single(as_bytes(received), as_bytes(flat), incoming, outgoing, group=group)
-    if flat.dtype in (torch.bfloat16, torch.float16):
-        summed: torch.Tensor = received.view(len(lengths), mine).sum(0)
-        return summed
-    total = received[:mine].clone()
-    for r in range(1, len(lengths)):
-        total += received[r * mine : (r + 1) * mine]
-    return total
+    return received.view(len(lengths), mine).sum(0, dtype=flat.dtype)
 
 
 def scatter_padded(flat: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -87,9 +84,12 @@ def scatter_padded(flat: torch.Tensor, lengths: Sequence[int], group: dist.Proce
     rank, longest = dist.get_rank(group), max(lengths)
     if longest == 0:
         return flat
-    rows = flat.new_zeros(len(lengths), longest)
-    for row, start, n in zip(rows, accumulate(lengths, initial=0), lengths, strict=False):
-        row[:n] = flat[start : start + n]
+    if all(n == longest for n in lengths):
+        rows = flat.view(len(lengths), longest)
+    else:
+        rows = flat.new_zeros(len(lengths), longest)
+        for r, start, count, n in runs_of(tuple(lengths)):
+            rows[r : r + count, :n] = flat[start : start + count * n].view(count, n)
     total = flat.new_empty(longest)
     ends = (total, rows)
     if flat.is_complex():  # of which NCCL has no dtype

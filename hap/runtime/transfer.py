@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from hap.codegen.layout import Layout
 from hap.placement import Sizes
 from hap.routes import ROUTED, Way
-from hap.runtime import exchange
+from hap.runtime import dealing, exchange
 from hap.runtime.p2p import perform, swap
 from hap.runtime.schedule import Message, gather_messages, reduce_messages, scatter_messages
 
@@ -66,7 +65,7 @@ class _InSteps:
 
 class Gather(_InSteps):
     """``all_gather``: pieces -> whole values. Bytes, so any mixture of dtypes; where there is one, values are laid out
-    and taken apart in it, with a call or two for each instead of several for each piece."""
+    and taken apart in it, with a few calls for each instead of several for each piece."""
 
     sent: torch.Tensor | None = None  # kept until unpack
 
@@ -75,13 +74,9 @@ class Gather(_InSteps):
         dtypes = {value.dtype for value in values}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else None
         self.layouts = [found for (found,) in layouts]
-        self.shapes = [
-            _shapes(layout, tuple(value.shape), here.world_size)
-            for value, layout in zip(values, self.layouts, strict=True)
-        ]
         self.nbytes = [
-            [math.prod(shape) * value.itemsize for shape in shapes]
-            for value, shapes in zip(values, self.shapes, strict=True)
+            [n * value.itemsize for n in _lengths(layout, tuple(value.shape))]
+            for value, layout in zip(values, self.layouts, strict=True)
         ]
         self.lengths = [sum(column) for column in zip(*self.nbytes, strict=True)]
 
@@ -112,32 +107,15 @@ class Gather(_InSteps):
 
     def unpack(self) -> list[torch.Tensor]:
         self.sent = None
-        if self.dtype is not None and len(self.values) > 1:
-            return self._taken_apart(self.flat.view(self.dtype))
-        results = []
-        starts = list(accumulate(self.lengths, initial=0))[:-1]
-        for value, layout, shapes, nbytes in zip(self.values, self.layouts, self.shapes, self.nbytes, strict=True):
-            raw = [self.flat[start : start + n] for start, n in zip(starts, nbytes, strict=True)]
-            starts = [start + n for start, n in zip(starts, nbytes, strict=True)]
-            if len(self.values) == 1 and _in_order(layout, value.shape):
-                results.append(exchange.from_bytes(self.flat, value.dtype, layout.whole_shape(value.shape)))
-                continue
-            pieces = [exchange.from_bytes(r, value.dtype, shape) for r, shape in zip(raw, shapes, strict=True)]
-            results.append(layout.join(pieces))
-        return results
-
-    def _taken_apart(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """From the elements of all pieces, those of a rank after those of the one before it."""
-        count, itemsize = len(self.values), flat.itemsize
-        parts = flat.split([n[r] // itemsize for r in range(self.here.world_size) for n in self.nbytes])
-        results = []
-        for i, (value, layout, shapes) in enumerate(zip(self.values, self.layouts, self.shapes, strict=True)):
-            pieces = parts[i::count]
-            if _in_order(layout, value.shape):
-                results.append(torch.cat(pieces).view(layout.whole_shape(value.shape)))
-            else:
-                results.append(layout.join([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)]))
-        return results
+        if len(self.values) == 1:
+            (value,), (layout,) = self.values, self.layouts
+            flat = exchange.from_bytes(self.flat, value.dtype, (-1,))
+            return [dealing.joined(flat, layout, value.shape)]
+        parts = _by_value(self.flat if self.dtype is None else self.flat.view(self.dtype), self.nbytes)
+        return [
+            dealing.joined(torch.cat(own).view(value.dtype), layout, value.shape)
+            for own, value, layout in zip(parts, self.values, self.layouts, strict=True)
+        ]
 
 
 class Reduce:
@@ -149,8 +127,10 @@ class Reduce:
         self.begins = how == "ring" and any(value.numel() for value in values)
 
     def pack(self) -> None:
-        parts = [value.reshape(-1) for value in self.values]
-        self.flat = parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts)
+        if len(self.values) == 1:
+            self.flat = self.values[0].clone(memory_format=torch.contiguous_format).view(-1)
+        else:
+            self.flat = torch.cat([value.reshape(-1) for value in self.values])
         self.values = ()
 
     def begin(self) -> dist.Work:
@@ -180,19 +160,13 @@ class Scatter(_InSteps):
             layout.local_shape(value.shape, here.rank) for value, layout in zip(values, self.layouts, strict=True)
         ]
 
-    @staticmethod
-    def _dealt(value: torch.Tensor, layout: Layout) -> Sequence[torch.Tensor]:
-        """Every rank's piece, flat."""
-        if _in_order(layout, value.shape) and value.numel():
-            row = value.numel() // layout.shard.extent  # elements of one place of the dim
-            return value.reshape(-1).split([size * layout.unit * row for size in layout.sizes])
-        return [piece.reshape(-1) for piece in layout.deal(value)]
-
     def pack(self) -> None:
-        dealt = [self._dealt(value, layout) for value, layout in zip(self.values, self.layouts, strict=True)]
-        parts = [[pieces[r] for pieces in dealt] for r in range(self.here.world_size)]
-        self.lengths = [sum(p.numel() for p in row) for row in parts]
-        self.flat = torch.cat([p for row in parts for p in row])
+        each = [
+            _lengths(layout, tuple(value.shape)) for value, layout in zip(self.values, self.layouts, strict=True)
+        ]
+        self.lengths = [sum(column) for column in zip(*each, strict=True)]
+        dealt = [dealing.dealt(value, layout) for value, layout in zip(self.values, self.layouts, strict=True)]
+        self.flat = dealt[0] if len(dealt) == 1 else _by_rank(dealt, each)
         self.values = ()
 
     def move(self) -> None:
@@ -234,36 +208,35 @@ class Swap:
     ) -> None:
         self.here, self.how, self.values, self.layouts, self.routes = here, how, values, layouts, routes
         self.begins = how == "direct"
-        self.shapes = [self._arriving(value, *pair) for value, pair in zip(values, layouts, strict=True)]
-        self.nbytes = [
-            [math.prod(shape) * value.itemsize for shape in shapes]
-            for value, shapes in zip(values, self.shapes, strict=True)
+        self.mine = [  # of values whose dim changes, with all that comes, as it is dealt by the source
+            target.local_shape(value.shape, here.rank) for value, (_, target) in zip(values, layouts, strict=True)
         ]
+        self.nbytes = [self._arriving(i) for i in range(len(values))]
         self.incoming = [sum(column) for column in zip(*self.nbytes, strict=True)]
 
-    def _arriving(self, value: torch.Tensor, source: Layout, target: Layout) -> list[tuple[int, ...]]:
-        """The shape of what comes from each rank."""
-        if source.dim == target.dim:
-            arriving = self.routes[source, target].arriving
-            return [tuple(len(a) if d == source.dim else s for d, s in enumerate(value.shape)) for a in arriving]
-        mine = target.local_shape(value.shape, self.here.rank)
-        return [source.local_shape(mine, r) for r in range(self.here.world_size)]
+    def _arriving(self, i: int) -> list[int]:
+        """Bytes from each rank."""
+        value, (source, target) = self.values[i], self.layouts[i]
+        if source.dim != target.dim:
+            return [n * value.itemsize for n in _lengths(source, self.mine[i])]
+        return _nbytes(value, source.dim, self.routes[source, target].arriving)
 
-    def _leaving(self, value: torch.Tensor, source: Layout, target: Layout, rank: int) -> torch.Tensor:
-        if source.dim == target.dim:
-            return value.index_select(source.dim, self.routes[source, target].leaving[rank])
-        return target.take(value, rank)
+    def _leaving(self, value: torch.Tensor, source: Layout, target: Layout) -> tuple[torch.Tensor, list[int]]:
+        """Flat, for one rank after the other, in bytes; and how many for each."""
+        if source.dim != target.dim:
+            nbytes = [n * value.itemsize for n in _lengths(target, tuple(value.shape))]
+            return exchange.as_bytes(dealing.dealt(value, target)), nbytes
+        leaving = self.routes[source, target].leaving
+        parts = [exchange.as_bytes(value.index_select(source.dim, where)) for where in leaving]
+        return torch.cat(parts), [part.numel() for part in parts]
 
     def pack(self) -> None:
-        parts = [
-            [
-                exchange.as_bytes(self._leaving(value, source, target, rank))
-                for value, (source, target) in zip(self.values, self.layouts, strict=True)
-            ]
-            for rank in range(self.here.world_size)
-        ]
-        self.outgoing = [sum(p.numel() for p in row) for row in parts]
-        self.flat = torch.cat([p for row in parts for p in row])
+        left = [self._leaving(value, *pair) for value, pair in zip(self.values, self.layouts, strict=True)]
+        self.outgoing = [sum(column) for column in zip(*(nbytes for _, nbytes in left), strict=True)]
+        if len(left) == 1:
+            self.flat = left[0][0]
+        else:
+            self.flat = _by_rank([flat for flat, _ in left], [nbytes for _, nbytes in left])
 
     def begin(self) -> dist.Work:
         self.sent, self.flat = self.flat, self.flat.new_empty(sum(self.incoming))
@@ -280,25 +253,28 @@ class Swap:
 
     def unpack(self) -> list[torch.Tensor]:
         self.sent = None
+        if len(self.values) == 1:
+            arrived = [self.flat]
+        else:
+            arrived = [torch.cat(own) for own in _by_value(self.flat, self.nbytes)]
         results = []
-        starts = list(accumulate(self.incoming, initial=0))[:-1]
-        for value, (source, target), shapes, nbytes in zip(
-            self.values, self.layouts, self.shapes, self.nbytes, strict=True
-        ):
-            raw = [self.flat[start : start + n] for start, n in zip(starts, nbytes, strict=True)]
-            starts = [start + n for start, n in zip(starts, nbytes, strict=True)]
-            pieces = [exchange.from_bytes(r, value.dtype, shape) for r, shape in zip(raw, shapes, strict=True)]
-            results.append(self._joined(value, source, target, pieces))
+        for i, (value, (source, target), raw) in enumerate(zip(self.values, self.layouts, arrived, strict=True)):
+            flat = exchange.from_bytes(raw, value.dtype, (-1,))
+            if source.dim != target.dim:
+                results.append(dealing.joined(flat, source, self.mine[i]))
+                continue
+            arriving = self.routes[source, target].arriving
+            results.append(self._placed(flat, value, self.mine[i], source.dim, arriving))
         return results
 
-    def _joined(
-        self, value: torch.Tensor, source: Layout, target: Layout, pieces: Sequence[torch.Tensor]
+    @staticmethod
+    def _placed(
+        flat: torch.Tensor, value: torch.Tensor, shape: Sequence[int], dim: int, arriving: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        if source.dim != target.dim:
-            return source.join(pieces)
-        result = value.new_empty(target.local_shape(value.shape, self.here.rank))
-        for where, piece in zip(self.routes[source, target].arriving, pieces, strict=True):
-            result.index_copy_(source.dim, where, piece)
+        result = value.new_empty(shape)
+        pieces = flat.split([n // value.itemsize for n in _nbytes(value, dim, arriving)])
+        for where, piece in zip(arriving, pieces, strict=True):
+            result.index_copy_(dim, where, piece.view([len(where) if d == dim else s for d, s in enumerate(shape)]))
         return result
 
 
@@ -350,9 +326,22 @@ def _owners(layout: Layout, world_size: int) -> torch.Tensor:
     return owners
 
 
-def _in_order(layout: Layout, shape: Sequence[int]) -> bool:
-    """Whether the ranks' pieces, one after another in memory, are the whole value."""
-    return layout.outer == 1 and math.prod(shape[: layout.dim]) == 1
+def _by_rank(flats: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Of several values, each dealt to all ranks: what is one rank's together."""
+    parts = [flat.split(list(each)) for flat, each in zip(flats, lengths, strict=True)]
+    return torch.cat([part for row in zip(*parts, strict=True) for part in row])
+
+
+def _by_value(flat: torch.Tensor, nbytes: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
+    """Of all ranks' pieces of several values, what is one rank's together, of so many bytes: those of each value."""
+    parts = flat.split([n // flat.itemsize for row in zip(*nbytes, strict=True) for n in row])
+    return [parts[i :: len(nbytes)] for i in range(len(nbytes))]
+
+
+def _nbytes(value: torch.Tensor, dim: int, places: Sequence[torch.Tensor]) -> list[int]:
+    """Of the value's places along the dim that go to, or come from, each rank."""
+    place = math.prod(s for d, s in enumerate(value.shape) if d != dim) * value.itemsize
+    return [len(where) * place for where in places]
 
 
 # The schedule of a collective is the same in every step: pure functions of a few numbers, remembered.
@@ -371,10 +360,7 @@ def _reduce_schedule(how: str, length: int, world_size: int, itemsize: int) -> t
     return reduce_messages(_way(how), length, world_size, itemsize)
 
 
-@lru_cache(maxsize=4096)
-def _shapes(layout: Layout, shape: tuple[int, ...], world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Of every rank's piece, from that of any."""
-    return tuple(layout.local_shape(shape, rank) for rank in range(world_size))
+_lengths = lru_cache(maxsize=4096)(dealing.lengths)
 
 
 def _way(how: str) -> Way:

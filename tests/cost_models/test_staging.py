@@ -29,7 +29,7 @@ def held(kind: Collective, how: str, *, cut: bool = False, across: bool = False)
         ("all_reduce", "ring", [0, 0, 0]),
         ("all_reduce", "owners", [40, 40, 40]),  # two partial sums of a third each
         ("all_reduce", "owners[0]", [120, 0, 0]),
-        ("all_to_all", "pairs", [30, 20, 30]),
+        ("all_to_all", "pairs", [30, 20, 10]),  # what is sent; what arrives is the result
         ("slice", "local", [0, 0, 0]),
     ],
 )
@@ -39,8 +39,13 @@ def test_pieces_in_order(kind: Collective, how: str, expected: list[float]) -> N
 
 def test_pieces_that_lie_across_the_memory() -> None:
     assert held("all_gather", "broadcast", across=True) == [60, 60, 60]
-    assert held("reduce_scatter", "pairs", cut=True) == [120 - 30, 120 - 20, 120 - 10]
-    assert held("all_to_all", "direct", cut=True) == [60 - 10, 20, 30]
+    assert held("all_to_all", "direct", across=True) == [30, 20, 30]
+    assert held("all_to_all", "direct", cut=True, across=True) == [60 - 10, 20, 30]
+
+
+def test_equal_pieces_need_no_padding() -> None:
+    even = Pieces(WHOLE, np.full(3, 20.0), WHOLE, cut=False, across=False, ranks=3)
+    assert staging_bytes("reduce_scatter", "padded", even).tolist() == [60 + 20] * 3
 
 
 def test_landing_follows_the_trees() -> None:

@@ -78,7 +78,7 @@ def test_the_first_look_s_plan_is_changed_like_that_of_a_whole_search() -> None:
 
 
 def test_what_fits_only_if_parameters_are_gathered_twice_is_found_at_a_glance() -> None:
-    devices = cluster(*[(10, "124MB")] * 4, network="1GB/s")
+    devices = cluster(*[(10, "120MB")] * 4, network="1GB/s")
     searches = [Search(Problem.state(model(), devices, "adamw", Pins()), LIMITS[e]) for e in ("quick", "normal")]
     hasty, patient = (search.glance() for search in searches)
     assert hasty is not None and hasty.fits and hasty.regather

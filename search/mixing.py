@@ -11,15 +11,15 @@ so where the wire is what takes long, a part of the parameters lies in shards at
 The program of strategies takes one decision for all that is alike, and by the other clock. Here kinds of parameters,
 of alike layers, are gone through once, those with most bytes first:
 
-    all that are of small kinds the other way, which are bundled
+    all that are of small kinds the other way, where the wire is busy throughout
     half of a kind the other way, every second layer; if that is shorter as run, all of it; if not, a quarter
     keep whatever is the shortest so far; end after ``PATIENCE`` kinds that were worth nothing
 
 A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
 summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from, even ones or not.
 Views and casts on the way take what comes as it is, and the sum is made of what a last cast widens. Asked where the
-wire has something to do and the step as run is longer than the compute of the busiest rank; where the wire alone is
-what takes long, too, as of small values the one way or the other has fewer bundles.
+wire has something to do and the step as run is longer than the compute of the busiest rank; where the wire is busy
+throughout, too, as the one way or the other may have fewer bundles.
 """
 
 from __future__ import annotations
@@ -42,26 +42,31 @@ from hap.search.tempo import played_s, played_wire_s
 if TYPE_CHECKING:
     from hap.search.planner import Search
 
-WAITING = 0.1  # of the busiest rank's compute
+WAITING = 0.1  # of the busiest rank's compute, and of all collectives
 SENT = 0.2  # of the busiest rank's compute: of less little is gained
 MUCH = 0.03  # of the bytes of all trained parameters: smaller kinds go together
 PATIENCE = 2  # kinds in turn that are worth less than ...
 WORTH = 2e-3  # ... of the step
 HALF, ALL, QUARTER = 0.5, 1.0, 0.25
+TOGETHER = -1  # the small kinds, as if they were one before the first
 
 
 def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
     """``best``, or if it is shorter as run, the same with other parameters whole or in shards."""
     most = search.limits.mixtures
-    if overlapped_s is None or not most or best.regather or not _waits(search.problem, best, overlapped_s):
+    if overlapped_s is None or not most or best.regather:
+        return best, overlapped_s
+    busy_s, sent_s = max(best.evaluation.compute_s), played_wire_s(search.problem, best)
+    if sent_s <= SENT * busy_s or overlapped_s <= (1 + WAITING) * busy_s:
         return best, overlapped_s
     search.progress.say("asking which parameters should be whole")
     mixture, parts, found, found_s = _Mixture.of(search.problem, best), dict[int, float](), best, overlapped_s
-    gained_by = 0  # the last kind that was worth it
-    for kind, members in enumerate(mixture.kinds):
-        if not members:
-            continue
-        pending = [HALF if kind and len(members) > 1 else ALL]
+    kinds = list(enumerate(mixture.kinds))
+    if mixture.small and overlapped_s <= (1 + WAITING) * sent_s:
+        kinds.insert(0, (TOGETHER, mixture.small))
+    gained_by = -1  # the last kind that was worth it
+    for kind, members in kinds:
+        pending = [HALF if kind != TOGETHER and len(members) > 1 else ALL]
         while pending and most and kind - gained_by <= PATIENCE:
             search.progress.check()
             part, most = pending.pop(), most - 1
@@ -77,21 +82,16 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
     return (found, found_s) if found_s < overlapped_s * (1 - TIE) else (best, overlapped_s)
 
 
-def _waits(problem: Problem, best: Found, overlapped_s: float) -> bool:
-    """Whether the wire has something to do, and the devices wait for it for long."""
-    busy_s = max(best.evaluation.compute_s)
-    return overlapped_s > (1 + WAITING) * busy_s and played_wire_s(problem, best) > SENT * busy_s
-
-
 @dataclass(frozen=True, eq=False)
 class _Mixture:
-    """``best``, and what its parameters are the other way. ``kinds``: those of small kinds, then the other kinds in the
-    order of their bytes, most first; each with the strategies of its members, in the order in which they are read, that
-    turn them."""
+    """``best``, and what its parameters are the other way. ``kinds``: of parameters, in the order of their bytes, most
+    first; each with the strategies of its members, in the order in which they are read, that turn them. ``small``:
+    those of all smaller kinds."""
 
     problem: Problem
     best: Found
     kinds: tuple[tuple[Mapping[str, Strategy], ...], ...]
+    small: tuple[Mapping[str, Strategy], ...]
 
     @classmethod
     def of(cls, problem: Problem, best: Found) -> _Mixture:
@@ -107,17 +107,17 @@ class _Mixture:
         order = sorted(kinds, key=lambda kind: -sizes[kind])
         large = [kinds[kind] for kind in order if sizes[kind] >= MUCH * total]
         small = [node for kind in order if sizes[kind] < MUCH * total for node in kinds[kind]]
-        first, *others = (
+        together, *turned = (
             tuple(t for node in nodes if (t := _turned(problem, best, node)) is not None) for nodes in (small, *large)
         )
-        return cls(problem, best, (first, *filter(None, others)))
+        return cls(problem, best, tuple(filter(None, turned)), together)
 
     def turned(self, parts: Mapping[int, float]) -> Iterator[Found]:
         """The plan with these parts of its kinds the other way, every so many-th member of a kind: new shards even, and
         by what takes least to gather and to sum into, where that is another way."""
         strategies = dict[str, Strategy]()
         for kind, part in parts.items():
-            for i, other in enumerate(self.kinds[kind]):
+            for i, other in enumerate(self.small if kind == TOGETHER else self.kinds[kind]):
                 if int((i + 1) * part) > int(i * part):
                     strategies.update(other)
         yield (even := changed(self.problem, self.best, strategies))

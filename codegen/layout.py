@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hap.placement import Shard, Sizes, join_shards, take_shard
+from hap.placement import Shard, Sizes, take_shard
 
 
 class Layout(NamedTuple):
@@ -41,15 +41,3 @@ class Layout(NamedTuple):
             start = sum(self.sizes[:rank]) * self.unit
             return whole.narrow(self.dim, start, self.sizes[rank] * self.unit).contiguous()
         return take_shard(whole, self.shard, self.sizes, rank)
-
-    def deal(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Every rank's piece of the whole tensor, in order; they may be views of it."""
-        if self.outer == 1:
-            return whole.split([size * self.unit for size in self.sizes], self.dim)
-        return [take_shard(whole, self.shard, self.sizes, rank) for rank in range(len(self.sizes))]
-
-    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor from every rank's piece, contiguous."""
-        if self.outer == 1:
-            return torch.cat(list(pieces), self.dim)
-        return join_shards(pieces, self.shard, self.sizes).contiguous()

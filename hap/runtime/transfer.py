@@ -208,7 +208,7 @@ class Swap:
     ) -> None:
         self.here, self.how, self.values, self.layouts, self.routes = here, how, values, layouts, routes
         self.begins = how == "direct"
-        self.mine = [  # of values whose dim changes, with all that comes, as it is dealt by the source
+        self.shapes = [  # of values whose dim changes, with all that comes, as it is dealt by the source
             target.local_shape(value.shape, here.rank) for value, (_, target) in zip(values, layouts, strict=True)
         ]
         self.nbytes = [self._arriving(i) for i in range(len(values))]
@@ -218,7 +218,7 @@ class Swap:
         """Bytes from each rank."""
         value, (source, target) = self.values[i], self.layouts[i]
         if source.dim != target.dim:
-            return [n * value.itemsize for n in _lengths(source, self.mine[i])]
+            return [n * value.itemsize for n in _lengths(source, self.shapes[i])]
         return _nbytes(value, source.dim, self.routes[source, target].arriving)
 
     def _leaving(self, value: torch.Tensor, source: Layout, target: Layout) -> tuple[torch.Tensor, list[int]]:
@@ -261,10 +261,10 @@ class Swap:
         for i, (value, (source, target), raw) in enumerate(zip(self.values, self.layouts, arrived, strict=True)):
             flat = exchange.from_bytes(raw, value.dtype, (-1,))
             if source.dim != target.dim:
-                results.append(dealing.joined(flat, source, self.mine[i]))
+                results.append(dealing.joined(flat, source, self.shapes[i]))
                 continue
             arriving = self.routes[source, target].arriving
-            results.append(self._placed(flat, value, self.mine[i], source.dim, arriving))
+            results.append(self._placed(flat, value, self.shapes[i], source.dim, arriving))
         return results
 
     @staticmethod

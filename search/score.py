@@ -214,7 +214,7 @@ def packing_calls(kind: Collective, values: int, ranks: int) -> float:
 
 
 def flat_copies(kind: Collective, devices: Sequence[Device | MeasuredDevice]) -> Array:
-    """Beside the stages in memory: seconds a byte (N,) of copying a sum to a flat tensor and back."""
+    """Beside the stages in memory: seconds a byte (N,) of copying a sum to a flat tensor, read and written."""
     if kind != "all_reduce":
         return np.zeros(len(devices))
     found: Array = 2 / (COPY_EFFICIENCY * np.array([d.memory_bandwidth_bytes_per_s for d in devices]))

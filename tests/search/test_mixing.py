@@ -78,15 +78,27 @@ def test_the_planner_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(weights(without, DEEP.graph)[5:-5])) == 1  # one decision for all layers that are alike
 
 
-@pytest.mark.parametrize("network", ["100GB/s", "10MB/s"])
-def test_where_one_of_both_is_all_nothing_is_gained(network: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearly nothing is sent, of which it is not asked, or nearly nothing computed."""
-    other = cluster((10, "16GB"), (10, "16GB"), (5, "16GB"), network=network)
-    search = Search(Problem.state(DEEP, other, "adamw", WHOLE), LIMITS["normal"])
+def test_it_is_not_asked_where_next_to_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there are parameters that could be turned."""
+    other = cluster((10, "16GB"), (10, "16GB"), (5, "16GB"), network="100GB/s")
+    search = Search(Problem.state(DEEP, other, "adamw", Pins()), LIMITS["normal"])
     best = search.run()
-    if network == "100GB/s":
-        monkeypatch.setattr(mixing, "_Mixture", None)
+    assert _Mixture.of(search.problem, best).kinds
+    monkeypatch.setattr(mixing, "_Mixture", None)
     assert or_mixed(search, best, as_run_s(search.chooser, best))[0] is best
+
+
+def test_small_kinds_go_together_only_where_the_wire_is_busy_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, best, best_s = planned("freely")
+    assert _Mixture.of(search.problem, best).small  # biases
+    asked: list[set[int]] = []
+    inner = _Mixture.turned
+    monkeypatch.setattr(_Mixture, "turned", lambda of, parts: asked.append(set(parts)) or inner(of, parts))
+    for busy_s, expected in ((0.5 * best_s, False), (0.95 * best_s, True)):
+        asked.clear()
+        monkeypatch.setattr(mixing, "played_wire_s", lambda *_, busy_s=busy_s: busy_s)
+        or_mixed(search, best, best_s)
+        assert asked and any(mixing.TOGETHER in parts for parts in asked) is expected
 
 
 def test_what_reads_a_piece_of_a_parameter_is_left() -> None:

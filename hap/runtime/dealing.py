@@ -2,7 +2,7 @@
 
 Ranks that follow one another with shards of one size are a *run*: their pieces are copied by one call, whatever dim is
 sharded and however many ranks there are. Devices of a kind are mostly one run, or two where the sizes do not come out
-even.
+even. ``benchmarks/packing.py`` times it against a call for every piece.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 
 from hap.codegen.layout import Layout
 from hap.placement import Sizes
+
+FEW = 8  # ranks whose pieces one call puts together sooner than one for each run: a view of each costs less
 
 
 class Run(NamedTuple):
@@ -51,10 +53,11 @@ def lengths(layout: Layout, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size * place for size in layout.sizes)
 
 
-def dealt(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Every rank's piece of the whole value, which may have any strides: new, flat, contiguous."""
+def dealt(whole: torch.Tensor, layout: Layout, *, new: bool = True) -> torch.Tensor:
+    """Every rank's piece of the whole value, which may have any strides: flat, contiguous. Not ``new``: the value's own
+    memory if they are in order there."""
     if is_in_order(layout, whole.shape):
-        return whole.clone(memory_format=torch.contiguous_format).view(-1)
+        return whole.clone(memory_format=torch.contiguous_format).view(-1) if new else whole.reshape(-1)
     begin, flat = whole.storage_offset(), whole.new_empty(whole.numel())
     for view in _views(layout, whole.shape, whole.stride()):
         part = flat[view.start : view.stop].view(view.shape)
@@ -64,14 +67,34 @@ def dealt(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def joined(flat: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
     """The whole value, contiguous, of all pieces; ``shape``: of any piece. A view of ``flat`` if they are in order."""
-    shape = layout.whole_shape(shape)
-    if is_in_order(layout, shape):
-        return flat.view(shape)
-    whole = flat.new_empty(shape)
+    whole_shape, few = _shapes(layout, tuple(shape))
+    if few:
+        return joined_of(flat.split(lengths(layout, shape)), layout, shape)
+    if is_in_order(layout, whole_shape):
+        return flat.view(whole_shape)
+    whole = flat.new_empty(whole_shape)
     for view in _views(layout, whole.shape, whole.stride()):
         part = flat[view.start : view.stop].view(view.shape)
         whole.as_strided(view.shape, view.stride, view.offset).copy_(part)
     return whole
+
+
+def joined_of(pieces: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int]) -> torch.Tensor:
+    """The same, new, of every rank's piece, flat."""
+    few = _shapes(layout, tuple(shape))[1]
+    if few:
+        return torch.cat([piece.view(local) for piece, local in zip(pieces, few, strict=True)], layout.dim)
+    return joined(torch.cat(list(pieces)), layout, shape)
+
+
+@lru_cache(maxsize=4096)
+def _shapes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Of the whole value; and of the pieces that ``torch.cat`` puts together: none unless they are few and not in
+    order. ``shape``: of any piece."""
+    whole, ranks = layout.whole_shape(shape), len(layout.sizes)
+    if layout.outer > 1 or ranks > FEW or is_in_order(layout, whole):
+        return whole, ()
+    return whole, tuple(layout.local_shape(shape, rank) for rank in range(ranks))
 
 
 class _View(NamedTuple):

@@ -111,10 +111,15 @@ class Gather(_InSteps):
             (value,), (layout,) = self.values, self.layouts
             flat = exchange.from_bytes(self.flat, value.dtype, (-1,))
             return [dealing.joined(flat, layout, value.shape)]
-        parts = _by_value(self.flat if self.dtype is None else self.flat.view(self.dtype), self.nbytes)
-        return [
+        if self.dtype is not None:
+            parts = _by_value(self.flat.view(self.dtype), self.nbytes)
+            return [
+                dealing.joined_of(own, layout, value.shape)
+                for own, value, layout in zip(parts, self.values, self.layouts, strict=True)
+            ]
+        return [  # pieces alone might begin where their dtype cannot
             dealing.joined(torch.cat(own).view(value.dtype), layout, value.shape)
-            for own, value, layout in zip(parts, self.values, self.layouts, strict=True)
+            for own, value, layout in zip(_by_value(self.flat, self.nbytes), self.values, self.layouts, strict=True)
         ]
 
 
@@ -161,11 +166,10 @@ class Scatter(_InSteps):
         ]
 
     def pack(self) -> None:
-        each = [
-            _lengths(layout, tuple(value.shape)) for value, layout in zip(self.values, self.layouts, strict=True)
-        ]
+        each = [_lengths(layout, tuple(value.shape)) for value, layout in zip(self.values, self.layouts, strict=True)]
         self.lengths = [sum(column) for column in zip(*each, strict=True)]
-        dealt = [dealing.dealt(value, layout) for value, layout in zip(self.values, self.layouts, strict=True)]
+        new = len(self.values) == 1  # several are copied once more
+        dealt = [dealing.dealt(value, layout, new=new) for value, layout in zip(self.values, self.layouts, strict=True)]
         self.flat = dealt[0] if len(dealt) == 1 else _by_rank(dealt, each)
         self.values = ()
 
@@ -225,7 +229,7 @@ class Swap:
         """Flat, for one rank after the other, in bytes; and how many for each."""
         if source.dim != target.dim:
             nbytes = [n * value.itemsize for n in _lengths(target, tuple(value.shape))]
-            return exchange.as_bytes(dealing.dealt(value, target)), nbytes
+            return exchange.as_bytes(dealing.dealt(value, target, new=len(self.values) == 1)), nbytes
         leaving = self.routes[source, target].leaving
         parts = [exchange.as_bytes(value.index_select(source.dim, where)) for where in leaving]
         return torch.cat(parts), [part.numel() for part in parts]

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hap.codegen.layout import Layout
-from hap.runtime.dealing import dealt, joined, lengths, runs_of
+from hap.runtime.dealing import dealt, joined, joined_of, lengths, runs_of
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Layout]:
     """A whole value, of any order in memory and maybe a piece of a larger one, and a layout; ranks may have nothing."""
-    sizes = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=6)))
+    sizes = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)))
     outer, unit = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     around = draw(st.lists(st.integers(0, 3), max_size=2))
     dim = draw(st.integers(0, len(around)))
@@ -33,12 +33,15 @@ def test_pieces_one_after_another_and_back(case: tuple[torch.Tensor, Layout]) ->
     pieces = [layout.take(whole, rank) for rank in range(len(layout.sizes))]
     flat = dealt(whole, layout)
     assert torch.equal(flat, torch.cat([piece.reshape(-1) for piece in pieces]))
+    assert torch.equal(flat, dealt(whole, layout, new=False))
     assert (
         [piece.numel() for piece in pieces]
         == list(lengths(layout, whole.shape))
         == list(lengths(layout, pieces[-1].shape))
     )
     again = joined(flat, layout, pieces[-1].shape)
+    assert torch.equal(again, whole) and again.is_contiguous()
+    again = joined_of(flat.split(lengths(layout, whole.shape)), layout, pieces[-1].shape)
     assert torch.equal(again, whole) and again.is_contiguous()
     flat.fill_(-1)
     assert torch.equal(whole, before)  # it is new

@@ -23,11 +23,12 @@ different groups need not be equal: a rank with a slow link may have little of o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 from ortools.math_opt import model_pb2
 
 from hap.conversion import Need
@@ -94,7 +95,7 @@ class _Program:
         self.row_names: list[str] = []
         self.row_bounds: list[tuple[float, float]] = []
         self.entries: list[tuple[int, int, float]] = []
-        self.tops: dict[bytes, int] = {}
+        self.tops: dict[tuple[bytes, ...], int] = {}
         self._wires: dict[object, list[int]] = {}  # conversion -> the variables above its stages
         self._shares()
         self._stages()
@@ -136,10 +137,11 @@ class _Program:
         conversions = self.evaluation.conversions
         stages = self.known or self._find_stages()
         fixed, slopes = self._local(stages)
-        table = self._table(stages, fixed, slopes)
-        table[-1] += self._updates()
-        for number, rows in enumerate(table):
-            self._above("stage", rows)
+        own = np.arange(self.n)[:, None] + np.arange(0, self.shared, self.n)  # (C, groups): the columns of each class
+        for number, table in enumerate(self._tables(stages, fixed, slopes)):
+            if number == len(stages.between):
+                table += self._updates()
+            self._above("stage", table[-1], own, table[:-1].T)
             if number < len(stages.between):
                 self._collective(conversions[stages.between[number]])
 
@@ -173,21 +175,32 @@ class _Program:
             slopes.append((cost.need.target.group, slope))
         return np.array(fixed), slopes
 
-    def _table(self, stages: Stages, fixed: Array, slopes: Sequence[tuple[str | None, Array]]) -> Array:
-        """(stages, C, shares + 1): of every stage the row of each class in ms, its constant last."""
-        own = np.zeros((len(fixed), self.n, self.shared + 1))
-        own[:, :, -1] = fixed
-        for row, (group, slope) in zip(own, slopes, strict=True):
-            if group in self.column:
-                row[range(self.n), self.column[group] + np.arange(self.n)] = slope
+    def _tables(self, stages: Stages, fixed: Array, slopes: Sequence[tuple[str | None, Array]]) -> Iterator[Array]:
+        """Of every stage (groups + 1, C): what each class has of its own share of each group in ms, its constant last.
+        It has nothing of other classes' shares: a table with those, too, takes gigabytes where classes are many."""
+        slots, by, last = np.empty(len(fixed), dtype=np.intp), np.zeros(fixed.shape), self.shared // self.n
+        for row, (group, slope) in enumerate(slopes):
+            slots[row] = self._slot(group)
+            if slots[row] < last:
+                by[row] = slope
             elif group is not None:
-                row[:, -1] += slope * self.here[group]
+                fixed[row] += slope * self.here[group]
         ends = np.searchsorted(stages.stage, np.arange(stages.count + 1)).tolist()
-        return np.array([own[stages.work[a:b]].sum(axis=0) for a, b in itertools.pairwise(ends)]) * MS
+        for a, b in itertools.pairwise(ends):
+            work = stages.work[a:b]
+            places = np.concatenate([slots[work], np.full(b - a, last)])[:, None] * self.n + np.arange(self.n)
+            values = np.concatenate([by[work], fixed[work]])
+            table = np.bincount(places.ravel(), values.ravel(), (last + 1) * self.n).astype(np.float64, copy=False)
+            yield table.reshape(last + 1, self.n) * MS
+
+    def _slot(self, group: str | None) -> int:
+        """Which of the vectors of shares a group has; where it has none, or there is no group, the place of constants,
+        which is after them."""
+        return self.column.get(group or "", self.shared) // self.n
 
     def _updates(self) -> Array:
-        """(C, shares + 1): the optimizer's rows in ms."""
-        total, first = np.zeros((self.n, self.shared + 1)), list(self.classes.first)
+        """(groups + 1, C): the optimizer's rows in ms."""
+        total, first = np.zeros((self.shared // self.n + 1, self.n)), list(self.classes.first)
         known: dict[object, tuple[str | None, Array]] = {}
         for node in self.facts.graph.sources("parameter"):
             placement = self.strategies[node.name].outputs[0]
@@ -195,10 +208,10 @@ class _Program:
             if (key := (node.meta.nbytes, placement, trained)) not in known:
                 known[key] = self._update(node.name, placement, first)
             group, seconds = known[key]
-            if group in self.column:
-                total[range(self.n), self.column[group] + np.arange(self.n)] += seconds
+            if group is None or group in self.column:
+                total[self._slot(group)] += seconds
             else:
-                total[:, -1] += seconds if group is None else seconds * self.here[group]
+                total[-1] += seconds * self.here[group]
         return total * MS
 
     def _update(self, name: str, placement: Placement | None, first: Sequence[int]) -> tuple[str | None, Array]:
@@ -218,35 +231,44 @@ class _Program:
                 self.cost[top] += weight
         else:
             form = self.wires.form(*key, self.sizes)
-            tables = [self._wire(rows, need) for rows in form.stages]
-            self._wires[key] = [self._above("wire", rows, weight) for rows in tables if rows is not None]
+            tops = [self._wire(rows, need, weight) for rows in form.stages]
+            self._wires[key] = [top for top in tops if top is not None]
 
-    def _wire(self, rows: Rows, need: Need) -> Array | None:
-        """(K, shares + 1) in ms, the constant last; None where nothing is shared."""
+    def _wire(self, rows: Rows, need: Need, weight: float) -> int | None:
+        """The variable above these; None where nothing is shared."""
         ends = [
             (p.group, by) for p, by in ((need.source, rows.source), (need.target, rows.target)) if isinstance(p, Shard)
         ]
         if not ends:
             return None
-        table = np.zeros((len(rows.constant), self.shared + 1))
-        table[:, -1] = rows.constant
+        constant, by_column = rows.constant, dict[int, Array]()
         for group, by in ends:
             if group in self.column:
-                table[:, self.column[group] : self.column[group] + self.n] += by
+                first = self.column[group]
+                by_column[first] = by_column[first] + by if first in by_column else by
             else:
-                table[:, -1] += by @ self.here[group]
-        return table * MS
+                constant = constant + by @ self.here[group]
+        firsts = sorted(by_column)
+        columns = np.array([first + c for first in firsts for c in range(self.n)], dtype=np.intp)
+        table = np.concatenate([np.zeros((len(constant), 0)), *(by_column[first] for first in firsts)], axis=1)
+        return self._above("wire", constant * MS, np.broadcast_to(columns, table.shape), table * MS, weight)
 
-    def _above(self, label: str, table: Array, weight: float = 1.0) -> int:
-        """A minimised variable above every row (K, shares + 1). Equal ones are one variable that counts more."""
-        key = np.round(table, 9).tobytes()
+    def _above(self, label: str, constant: Array, columns: NDArray[np.intp], by: Array, weight: float = 1.0) -> int:
+        """A minimised variable above every row, ``constant`` (K,) and ``by`` (K, J) times the shares of ``columns``
+        (K, J), which ascend. Equal ones are one variable that counts more."""
+        rounded = np.round(by, 9)
+        rows, places = np.nonzero(rounded)
+        key = (*(a.tobytes() for a in (np.round(constant, 9), rows, columns[rows, places], rounded[rows, places])),)
         if key in self.tops:
             self.cost[self.tops[key]] += weight
             return self.tops[key]
         top = self.tops[key] = self._variable(f"{label}[{len(self.tops)}]", cost=weight)
-        for j, row in enumerate(table.tolist()):
-            terms = [(v, -share) for v, share in enumerate(row[:-1]) if abs(share) >= SMALLEST]
-            self._row(f"{label}[{len(self.tops) - 1},{j}]", row[-1], np.inf, [(top, 1.0), *terms])
+        first = len(self.row_names)
+        for j, least in enumerate(constant.tolist()):
+            self._row(f"{label}[{len(self.tops) - 1},{j}]", least, np.inf, [(top, 1.0)])
+        rows, places = np.nonzero(np.abs(by) >= SMALLEST)
+        terms = (first + rows).tolist(), columns[rows, places].tolist(), (-by[rows, places]).tolist()
+        self.entries += zip(*terms, strict=True)
         return top
 
     # -- memory ------------------------------------------------------------------------------------------------------

@@ -32,13 +32,13 @@ from hap.graph import CAST, Graph, Node, Value
 from hap.hosts_sum import HOSTS_SUM
 from hap.plan import Collective
 from hap.search.bound import computes_like
-from hap.search.least import UNIT_BYTES, ends_of, least_curve, stage_least_s
+from hap.search.least import ends_of, least_curve, stage_least_s
 from hap.search.milp import MS
 from hap.search.prices import Facts
 from hap.search.protos import DUAL_STEPS, KeptSolver
 from hap.search.relaxation import SAFETY, Relaxation, around_s, relaxation
 from hap.search.score import flat_copies, packing_calls
-from hap.search.wires import GRID
+from hap.search.wires import GRID, UNIT_BYTES
 
 SOLVED = 5  # programs
 WORTH = 1e-3  # of the bound: no further lambda is tried for less

@@ -45,9 +45,8 @@ from hap.cost_models.profile import CalibratedCluster
 from hap.fabric import Array
 from hap.hosts import Device
 from hap.placement import Shard
-from hap.search.least import UNIT_BYTES
 from hap.search.prices import Facts
-from hap.search.wires import RankClasses
+from hap.search.wires import UNIT_BYTES, RankClasses
 
 
 class Part(NamedTuple):

@@ -25,9 +25,8 @@ from hap.placement import REPLICATE, Placement, Shard
 from hap.plan import Collective
 from hap.search.prices import Facts
 from hap.search.protos import SEED
-from hap.search.wires import GRID, RankClasses
+from hap.search.wires import GRID, UNIT_BYTES, RankClasses
 
-UNIT_BYTES = 1 << 30
 _SHARD = Shard(0, 1, 1, 1, "any")
 
 

@@ -1,13 +1,13 @@
 """Seconds of many collectives at fixed sizes, quickly: forms are made once, whatever the shares.
 
-The seconds of a decomposition depend on the size of the value along few straight lines (``hap.cost_models.collective``:
-latency, bytes, one segment more), so they are asked for at the sizes of a ``GRID`` and joined by lines in between. What
-was measured of a collective may bend elsewhere too; the judge, which is exact, has the last word.
+By the formulas (``hap.cost_models.collective``) a decomposition takes a constant, which may bend at any size, as where
+NCCL goes over from one protocol to another, and stages proportional to the size of the value: constants are asked for
+at every size, whatever the shares, and stages at one. What was measured, and an all-to-all on links that are slower for
+small messages, is asked for at the sizes of a ``GRID`` and joined by lines in between; the judge has the last word.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +28,7 @@ from hap.plan import Collective
 from hap.search.protos import fill_matrix, solve_once
 
 GRID = (1, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 27, 1 << 30, 1 << 34, 1 << 38)  # bytes
+UNIT_BYTES = 1 << 30
 PLAINEST: Mapping[Collective, str] = {  # one call of the library's own, on pieces padded to the longest
     "all_gather": "padded",
     "all_reduce": "ring",
@@ -214,7 +215,7 @@ class Wires:
     plain: bool = False
     _names: dict[Collective, tuple[str, ...]] = field(default_factory=dict, repr=False)
     _forms: dict[tuple[Collective, str, int], Form] = field(default_factory=dict, repr=False)
-    _constants: dict[tuple[Collective, str, int], float] = field(default_factory=dict, repr=False)
+    _constants: dict[tuple[Collective, int], list[float]] = field(default_factory=dict, repr=False)
     _others: dict[tuple[tuple[int, ...], bool], Wires] = field(default_factory=dict, repr=False)
     _best: dict[object, Array] = field(default_factory=dict, repr=False)
     _cuts: dict[int, tuple[Array, Array]] = field(default_factory=dict, repr=False)
@@ -244,13 +245,6 @@ class Wires:
         source, target = ends if kind != "all_reduce" else (REPLICATE, REPLICATE)
         return collective_coefficients(kind, name, nbytes, source, target, self.cluster)
 
-    def _constant_s(self, kind: Collective, name: str, nbytes: int) -> float:
-        """Of its form."""
-        key = (kind, name, nbytes)
-        if key not in self._constants:
-            self._constants[key] = self._whole_form(kind, name, nbytes).constant_s
-        return self._constants[key]
-
     def best_s(
         self, kind: Collective, sizes_bytes: Array, source: Placement, target: Placement, sizes: GroupSizes
     ) -> Array:
@@ -270,41 +264,48 @@ class Wires:
             return [np.zeros(len(w.sizes_bytes)) for w in wanted]
         if kind == "all_to_all" and not isinstance(self.cluster, CalibratedCluster) and not self.cluster.fabric.by_size:
             return self._exchanges_s(wanted, sizes)
-        grids = [_grid(w.sizes_bytes) for w in wanted]
-        names = self.names(kind)
-        at = [np.zeros((len(names), len(grid))) for grid in grids]
+        if kind == "all_to_all" or isinstance(self.cluster, CalibratedCluster):
+            return self._joined(kind, wanted, sizes)
+        given, nothing = self._shares(wanted, sizes), np.zeros(len(wanted))
+        stages = [sum(self.form(kind, name, UNIT_BYTES).of_stages(*given), nothing) for name in self.names(kind)]
+        return [
+            (self._constants_s(kind, w.sizes_bytes) + np.outer(per_unit / UNIT_BYTES, w.sizes_bytes)).min(axis=0)
+            for w, per_unit in zip(wanted, np.array(stages).T, strict=True)
+        ]
+
+    def _shares(self, wanted: Sequence[Wanted], sizes: GroupSizes) -> tuple[Array, Array]:
+        """(C, W) each: of the sources, of the targets."""
+        sources, targets = (
+            np.array([shares(end, sizes, self.cluster.world_size) for end in ends]).T
+            for ends in ([w.source for w in wanted], [w.target for w in wanted])
+        )
+        return sources, targets
+
+    def _constants_s(self, kind: Collective, sizes_bytes: Array) -> Array:
+        """(decompositions, sizes)."""
+        found = []
+        for nbytes in map(int, sizes_bytes.tolist()):
+            if (kind, nbytes) not in self._constants:
+                self._constants[kind, nbytes] = [self._whole_form(kind, n, nbytes).constant_s for n in self.names(kind)]
+            found.append(self._constants[kind, nbytes])
+        return np.array(found).T
+
+    def _joined(self, kind: Collective, wanted: Sequence[Wanted], sizes: GroupSizes) -> list[Array]:
+        """What takes seconds of any kind, by lines between the sizes at which it is asked about."""
+        grids, names = [_grid(w.sizes_bytes) for w in wanted], self.names(kind)
         if kind == "all_to_all":
-            for w, grid, table in zip(wanted, grids, at, strict=True):
-                for (i, name), (j, nbytes) in itertools.product(enumerate(names), enumerate(grid)):
-                    table[i, j] = collective_seconds(kind, name, nbytes, w.source, w.target, sizes, self.cluster)
+            at = [
+                [[collective_seconds(kind, name, b, *w[1:], sizes, self.cluster) for b in grid] for name in names]
+                for w, grid in zip(wanted, grids, strict=True)
+            ]
         else:
-            n = self.cluster.world_size
-            rho = np.array([shares(w.source, sizes, n) for w in wanted]).T
-            sigma = np.array([shares(w.target, sizes, n) for w in wanted]).T
-            places: dict[int, list[tuple[int, int]]] = {}  # bytes -> (number of the wanted, of the point of its grid)
-            for number, grid in enumerate(grids):
-                for j, nbytes in enumerate(grid):
-                    places.setdefault(nbytes, []).append((number, j))
-            known: dict[tuple[str, int], list[Array]] = {}
-            for (nbytes, where), (i, name) in itertools.product(places.items(), enumerate(names)):
-                times = self._times(nbytes)
-                if (name, nbytes // times) not in known:
-                    known[name, nbytes // times] = self.form(kind, name, nbytes // times).of_stages(rho, sigma)
-                asked = [number for number, _ in where]
-                seconds = np.full(len(asked), self._constant_s(kind, name, nbytes))
-                for of_stage in known[name, nbytes // times]:
-                    seconds += times * of_stage[asked]
-                for (number, j), s in zip(where, seconds.tolist(), strict=True):
-                    at[number][i, j] = s
+            given, places = self._shares(wanted, sizes), sorted({b for grid in grids for b in grid})
+            asked = {b: np.array([self.form(kind, name, b).of_many(*given) for name in names]) for b in places}
+            at = [np.array([asked[b][:, number] for b in grid]).T.tolist() for number, grid in enumerate(grids)]
         return [
             np.array([np.interp(w.sizes_bytes, grid, seconds) for seconds in table]).min(axis=0)
             for w, grid, table in zip(wanted, grids, at, strict=True)
         ]
-
-    def _times(self, nbytes: int) -> int:
-        """How many times as long the stages of as many bytes take as those of so many times fewer: a power of two, by
-        which nothing is rounded. What was measured need not be proportional, and of no bytes there are no fewer."""
-        return 1 if isinstance(self.cluster, CalibratedCluster) or nbytes == 0 else nbytes & -nbytes
 
     def cut_s(self, nbytes: int) -> tuple[Array, Array]:
         """Seconds of every rank (N,) for cutting its own piece out of a whole value, and those per share of it."""

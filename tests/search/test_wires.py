@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hap.cluster import ClusterSpec
-from hap.cost_models.collective import candidates, collective_seconds
+from hap.cost_models.collective import best_decomposition, candidates, collective_seconds
 from hap.cost_models.fold import FoldedCluster
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.search import wires
@@ -35,7 +35,7 @@ KINDS: list[tuple[str, list[tuple[Placement, Placement]]]] = [
 @pytest.mark.parametrize("hosts", [HOSTS, CURVED])
 @pytest.mark.parametrize(("kind", "pairs"), KINDS)
 def test_many_at_once(kind, pairs, backend, hosts, folded) -> None:  # type: ignore[no-untyped-def]
-    """Sizes that differ by powers of two, as 4096 does from 1, have the stages of one form."""
+    """Of ends and sizes of many sorts, one of them empty."""
     spec = ClusterSpec.from_yaml(hosts.format(backend=backend))
     cluster = FoldedCluster(spec, (0, 1, 2, 2, 3, 4)) if folded else spec
     sizes = cluster.take(SIZES) if isinstance(cluster, FoldedCluster) else SIZES
@@ -48,6 +48,20 @@ def test_many_at_once(kind, pairs, backend, hosts, folded) -> None:  # type: ign
             )
             for nbytes in AMOUNTS
         ]
+        assert seconds == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, CURVED])
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(("kind", "pairs"), KINDS[:3])
+def test_of_any_size(kind, pairs, backend, hosts) -> None:  # type: ignore[no-untyped-def]
+    """However many sizes are asked about, each costs what it costs alone: NCCL goes over to another algorithm or
+    protocol, a pipeline to another segment, a link to another delay, somewhere between two of them."""
+    cluster = ClusterSpec.from_yaml(hosts.format(backend=backend))
+    amounts = np.unique(np.geomspace(1e3, 1e8, 40).round())
+    found = Wires(cluster).best_of_many(kind, [Wanted(amounts, *pair) for pair in pairs], SIZES)
+    for pair, seconds in zip(pairs, found, strict=True):
+        alone = [best_decomposition(kind, int(nbytes), *pair, SIZES, cluster)[1] for nbytes in amounts]
         assert seconds == pytest.approx(alone, rel=1e-9)
 
 

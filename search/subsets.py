@@ -153,14 +153,17 @@ def slowest_kinds(devices: Sequence[Device], seconds: Sequence[float]) -> Iterat
 def fewer_hosts(devices: Sequence[Device], seconds: Sequence[float]) -> list[tuple[int, ...]]:
     """The ranks that are left out of ever smaller clusters, those of ``slowest_kinds`` among them: of the slowest kind
     half of the hosts that have it, half of the rest, ..., all; then of the next, too; of the fastest all but one host.
-    Of a kind hosts with slower networks go first, of alike ones those that come later."""
+    Hosts with few devices of the kind and slow networks go first, by the product of both, as one that is kept is one
+    more to send to, whatever it brings; of alike ones those that come later. Where faster devices keep a host, its
+    slower ones go last."""
     pace, found, gone = [round(s, 12) for s in seconds], list[tuple[int, ...]](), set[int]()
     for kind in sorted(set(pace), reverse=True):
         hosts: dict[str, list[Device]] = {}
         for d in devices:
             if pace[d.rank] == kind:
                 hosts.setdefault(d.host, []).append(d)
-        staying = sorted(hosts.values(), key=lambda of_host: (-_outward(of_host[0]), of_host[0].rank))
+        kept = {d.host for d in devices if pace[d.rank] < kind}
+        staying = sorted(hosts.values(), key=lambda h: (h[0].host not in kept, -_outward(h[0]) * len(h), h[0].rank))
         count = len(staying)
         while count > 1:
             count = -(-count // 2)

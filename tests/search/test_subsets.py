@@ -1,5 +1,6 @@
 """Devices that cost more than they bring, and what the others would do alone."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,35 @@ def test_hosts_go_half_by_half_and_those_behind_slow_networks_first() -> None:
     hosts = host.format("a", both, "100Gbit/s") + host.format("b", old, "5Gbit/s") + host.format("c", old, "10Gbit/s")
     devices = ClusterSpec.from_yaml(f"name: three\nhosts:\n{hosts}").devices
     assert fewer_hosts(devices, [1, 1, 5, 5, 5, 5, 5]) == [(3, 4), (3, 4, 5, 6), (2, 3, 4, 5, 6)]
+
+
+def hosts_of(*kinds: tuple[str, str]) -> ClusterSpec:
+    """(devices, network) of each."""
+    host = "  - {{name: h{0}, devices: [{1}], link: pcie3, network: {{bandwidth: {2}, latency: 20us}}}}\n"
+    lines = [host.format(i, devices, network) for i, (devices, network) in enumerate(kinds)]
+    return ClusterSpec.from_yaml(f"name: some\nhosts:\n{''.join(lines)}")
+
+
+def test_hosts_of_many_devices_stay() -> None:
+    """Of one, two and eight devices the eight; of more on a slower network those that bring more in proportion. What is
+    on a host that faster devices keep costs no network."""
+    one, two, eight = (f"{{gpu: T4, count: {n}}}" for n in (1, 2, 8))
+    alike = hosts_of((one, "5GB/s"), (two, "5GB/s"), (eight, "5GB/s")).devices
+    assert fewer_hosts(alike, [1] * 11) == [(0,), (0, 1, 2)]
+    slower = hosts_of((two, "5GB/s"), (eight, "2GB/s"), (eight, "1GB/s")).devices
+    assert fewer_hosts(slower, [1] * 18) == [tuple(range(10, 18)), (0, 1, *range(10, 18))]
+    mixed = hosts_of((eight, "5GB/s"), (f"{{gpu: A100-40GB, count: 1}}, {one}", "5GB/s")).devices
+    assert fewer_hosts(mixed, [5] * 8 + [1, 5]) == [tuple(range(8)), (*range(8), 9)]
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 8), (8, 2, 1)])
+def test_the_host_that_does_best_alone_is_found(counts: Sequence[int]) -> None:
+    """On networks that take longer than they bring, in any order of hosts."""
+    device = "{{name: new, count: {}, tflops: {{float32: 10}}, memory: 16GB, memory_bandwidth: 2000GB/s}}"
+    found, where = mlp(batch=4096, width=512), hosts_of(*((device.format(n), "0.05GB/s") for n in counts))
+    plan = plan_graph(found, where, effort="quick", leave_out=True)
+    kept = [d.host for d in where.devices if d.rank not in plan.provenance.solver["left_out"]]
+    assert kept == [f"h{counts.index(8)}"] * 8
 
 
 def test_of_the_fastest_kind_one_host_stays() -> None:

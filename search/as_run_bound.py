@@ -19,6 +19,7 @@ its bytes are of that limit. What an all-to-all between shards carries may be no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +39,7 @@ from hap.search.prices import Facts
 from hap.search.protos import DUAL_STEPS, KeptSolver
 from hap.search.relaxation import SAFETY, Relaxation, around_s, relaxation
 from hap.search.score import flat_copies, packing_calls
-from hap.search.wires import GRID, UNIT_BYTES
+from hap.search.wires import UNIT_BYTES
 
 SOLVED = 5  # programs
 WORTH = 1e-3  # of the bound: no further lambda is tried for less
@@ -112,7 +113,7 @@ class Streams:
 
     relaxed: Relaxation
     _packing: dict[Collective, float] = field(default_factory=dict)  # seconds a byte
-    _curves: dict[Collective, list[float]] = field(default_factory=dict)  # seconds of the wire at the sizes of ``GRID``
+    _curves: dict[Collective, Callable[[int], float]] = field(default_factory=dict)  # seconds of the wire, by bytes
 
     def __post_init__(self) -> None:
         self.facts, self.cluster = self.relaxed.facts, self.relaxed.facts.cluster
@@ -164,7 +165,7 @@ class Streams:
         if kind not in self._curves:
             may_be_nothing = kind == "all_to_all"
             self._curves[kind] = least_curve(kind, self.cluster, lambda s: not (s.in_memory or may_be_nothing))
-        return _part(nbytes) * float(np.interp(max(nbytes, LIMIT_BYTES), GRID, self._curves[kind]))
+        return _part(nbytes) * self._curves[kind](max(nbytes, LIMIT_BYTES))
 
 
 def _part(nbytes: int) -> float:

@@ -25,19 +25,17 @@ from hap.placement import REPLICATE, Placement, Shard
 from hap.plan import Collective
 from hap.search.prices import Facts
 from hap.search.protos import SEED
-from hap.search.wires import GRID, UNIT_BYTES, RankClasses
+from hap.search.wires import UNIT_BYTES, RankClasses
 
 _SHARD = Shard(0, 1, 1, 1, "any")
 
 
 @dataclass(eq=False)
 class Least:
-    """The least seconds of collectives on one cluster. Where none was measured, joined by lines between the sizes of
-    ``GRID``: the seconds for given weights are straight between kinks at which they bend down, or at a size of the
-    grid."""
+    """The least seconds of collectives on one cluster."""
 
     facts: Facts
-    _curves: dict[Collective, list[float]] = field(default_factory=dict)
+    _curves: dict[Collective, Callable[[int], float]] = field(default_factory=dict)
     _known: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _measured: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _weights: dict[tuple[Collective, str], list[Array]] = field(default_factory=dict)
@@ -56,7 +54,7 @@ class Least:
             if kind not in self._curves:
                 counts = attrgetter("in_memory") if kind == "all_to_all" else lambda stage: True
                 self._curves[kind] = least_curve(kind, self.facts.cluster, counts)
-            self._known[kind, nbytes] = float(np.interp(nbytes, GRID, self._curves[kind]))
+            self._known[kind, nbytes] = self._curves[kind](nbytes)
         return self._known[kind, nbytes]
 
     def _as_measured(self, kind: Collective, nbytes: int) -> float:
@@ -76,22 +74,29 @@ class Least:
         return self._measured.setdefault((kind, nbytes), min(found))
 
 
-def least_curve(kind: Collective, cluster: ClusterSpec, counts: Callable[[Stage], bool]) -> list[float]:
-    """Seconds of the latencies and of the stages that count, the least over all decompositions, at every size of
-    ``GRID``: a minimum of lines bends down.
+def least_curve(
+    kind: Collective, cluster: ClusterSpec, counts: Callable[[Stage], bool]
+) -> Callable[[int], float]:
+    """Seconds of the latencies and of the stages that count, the least over all decompositions, by bytes.
 
     A stage's seconds are proportional to the bytes, so each is weighed once, rank by rank. The rest does not depend on
-    shares: of many ranks it is asked of kinds of devices.
+    shares, and may bend at any size: of many ranks it is asked of kinds of devices.
     """
     source, target = ends_of(kind)
     classes, kinds = RankClasses.find(cluster), fold(cluster) or cluster
-    curves = []
+    per_byte = dict[str, float]()
     for name in candidates(kind, cluster):
         whole = collective_coefficients(kind, name, UNIT_BYTES, source, target, cluster)
-        per_byte = sum(stage_least_s(s, row_weights(s, classes)) for s in whole.stages if counts(s)) / UNIT_BYTES
-        constants = [collective_coefficients(kind, name, b, source, target, kinds).constant_s for b in GRID]
-        curves.append([c + per_byte * b for c, b in zip(constants, GRID, strict=True)])
-    return [min(column) for column in zip(*curves, strict=True)]
+        weighed = (stage_least_s(s, row_weights(s, classes)) for s in whole.stages if counts(s))
+        per_byte[name] = sum(weighed) / UNIT_BYTES
+
+    def seconds(nbytes: int) -> float:
+        return min(
+            collective_coefficients(kind, name, nbytes, source, target, kinds).constant_s + by * nbytes
+            for name, by in per_byte.items()
+        )
+
+    return seconds
 
 
 def ends_of(kind: Collective) -> tuple[Placement, Placement]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ortools.math_opt.python import mathopt
@@ -167,6 +168,19 @@ def test_no_shares_beat_the_least_of_a_collective(kind: Collective) -> None:
             sizes = {g: round_shares([rng.random() ** 3 for _ in range(4)], 100) for g in ("a", "b")}
             _, seconds = best_decomposition(kind, nbytes, source, target, sizes, devices)
             assert least.seconds(kind, nbytes) <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_the_least_of_an_all_reduce_is_what_it_takes(backend: str) -> None:
+    """No shares count, so of any size nothing is lost."""
+    gpus = "{count: 2, name: g, tflops: {float32: 2}, memory: 8GB, memory_bandwidth: 100GB/s}"
+    ways = "link: {bandwidth: 100GB/s, latency: 4us}, network: {bandwidth: 3GB/s, latency: 20us}"
+    each = "".join(f"  - {{name: {name}, devices: [{gpus}], {ways}}}\n" for name in "ab")
+    devices = ClusterSpec.from_yaml(f"name: two hosts\nbackend: {backend}\nhosts:\n{each}")
+    least = Least(Facts(mlp(4, 4, 1).graph, {}, devices, "adamw"))
+    for nbytes in map(int, np.geomspace(1e3, 1e8, 40)):
+        seconds = best_decomposition("all_reduce", nbytes, PARTIAL, REPLICATE, {}, devices)[1]
+        assert least.seconds("all_reduce", nbytes) == pytest.approx(seconds, rel=1e-6)
 
 
 def test_a_collective_takes_no_less_where_the_solver_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:

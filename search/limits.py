@@ -38,6 +38,7 @@ LIMITS: Mapping[Effort, Limits] = {
     "normal": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16),
     "thorough": Limits(3, 3, 1000, 60, 20_000, True, 10_000, 16, boxes=500),
 }
+SMALL = 500  # nodes of a graph: latencies and bundles decide there, and a search takes little
 MIP_GAP = 1e-4  # relative; the judge's own error is far larger
 
 

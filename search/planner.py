@@ -34,7 +34,7 @@ from hap.search.gathers import all_gathered, or_gathered
 from hap.search.infeasible import why_infeasible
 from hap.search.judge import as_run_s, finest, first_look
 from hap.search.keeping import or_keeping
-from hap.search.limits import LIMITS, Effort, Limits, Method, check_asked
+from hap.search.limits import LIMITS, SMALL, Effort, Limits, Method, check_asked
 from hap.search.mixing import or_mixed
 from hap.search.nested import plan_nested
 from hap.search.onward import onward, or_onward
@@ -45,6 +45,7 @@ from hap.search.progress import OutOfTime, Progress
 from hap.search.recompute import if_kept, or_repeating, run_or_repeat, thinned
 from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
+from hap.search.runners_up import or_runner_up
 from hap.search.starts import Start, find_starts, is_hopeless
 from hap.search.strategies import BEHIND, Chooser
 from hap.search.subsets import Advice
@@ -56,7 +57,6 @@ __all__ = ["Effort", "Search", "plan_graph"]
 CLOSE = 0.005  # of the bound: no further start is made
 NEARLY_FULL = 0.9  # of usable memory: from here on, dropping and regathering parameters is tried ...
 TOO_FULL = 1.1  # ... and from here on, moving single atoms hardly makes it fit
-SMALL = 500  # nodes of a graph
 
 
 @uncollected()
@@ -182,6 +182,9 @@ def _plan_whole(tried: Tried, number: int) -> None:
         tried.planned[number] = Planned(search, best, overlapped_s)
         if best is before:
             break  # the order of these was asked of before
+    search.met.append(best)
+    best, overlapped_s = or_runner_up(search, best, overlapped_s)
+    tried.planned[number] = Planned(search, best, overlapped_s)
 
 
 @dataclass

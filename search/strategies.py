@@ -42,6 +42,7 @@ class Chooser:
     # for the judge: plans with their steps as run, and with their shares dealt out anew
     played: dict[object, float] = field(default_factory=dict)
     dealt_out: dict[object, Found] = field(default_factory=dict)
+    compared: list[tuple[float, Found]] = field(default_factory=list)  # with their steps as run, of a small graph
 
     def __post_init__(self) -> None:
         self.margin: Array = np.zeros(self.problem.world_size)

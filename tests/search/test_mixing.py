@@ -73,7 +73,8 @@ def test_the_planner_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found, seconds = or_mixed(search, best, best_s)
     assert plan.predicted.overlapped_s == seconds and weights(plan, DEEP.graph) == weights(found, DEEP.graph)
     assert shorter.predicted.as_run_s < plan.predicted.as_run_s
-    monkeypatch.setattr(planner, "or_mixed", lambda search, best, seconds: (best, seconds))
+    for move in ("or_mixed", "or_runner_up"):
+        monkeypatch.setattr(planner, move, lambda search, best, seconds: (best, seconds))
     without = plan_graph(DEEP, SLOW)
     assert len(set(weights(without, DEEP.graph)[5:-5])) == 1  # one decision for all layers that are alike
 

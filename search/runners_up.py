@@ -1,0 +1,57 @@
+"""What comes near to the judge's choice, changed last as that is: it may end shorter.
+
+The judge takes the shortest step as run (``judge.finest``), and what is asked next changes that one plan. What it can
+change depends on the plan: of one that cuts products between ranks few parameters can be turned, of one that splits the
+batch most. So a plan that is some percent behind may lead to a step that is far shorter, and going on from the best
+alone never sees it. Here, at the end, the next best that were compared go the same way, each that has other parameters
+whole or other ranks left out, and the shortest is taken: no plan is longer for it. Of small graphs, where that takes
+little: there latencies and bundles decide, and the judge's candidates lie close together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hap.placement import REPLICATE
+from hap.search.apart import or_apart
+from hap.search.found import Found
+from hap.search.judge import TIE
+from hap.search.mixing import or_mixed
+from hap.search.postponing import or_postponed
+from hap.search.problem import Problem
+
+if TYPE_CHECKING:
+    from hap.search.planner import Search
+
+NEAR = 1.25  # times the shortest that was compared
+MOST = 3  # runners-up
+
+
+def or_runner_up(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
+    """``best``, or what a runner-up of the judge leads to, if that is shorter as run."""
+    compared = sorted(search.chooser.compared, key=lambda one: one[0])  # none of a large graph
+    if overlapped_s is None or not compared:
+        return best, overlapped_s
+    found, found_s = best, overlapped_s
+    changed_s: float | None
+    asked = {_kind(search.problem, best)}
+    for seconds, other in compared:
+        if seconds > NEAR * compared[0][0] or len(asked) > MOST:
+            break
+        kind = _kind(search.problem, other)
+        if kind in asked or other.recomputed != best.recomputed:
+            continue
+        asked.add(kind)
+        changed, changed_s = other, seconds
+        for move in (or_mixed, or_apart, or_postponed):
+            changed, changed_s = move(search, changed, changed_s)
+        if changed_s is not None and changed_s < found_s * (1 - TIE):
+            found, found_s = changed, changed_s
+    return found, found_s
+
+
+def _kind(problem: Problem, found: Found) -> object:
+    """What two plans have alike that are changed alike."""
+    parameters = problem.choices.graph.sources("parameter")
+    whole = tuple(n.name for n in parameters if found.strategies[n.name].outputs[0] == REPLICATE)
+    return whole, found.groups, found.left_out

@@ -7,9 +7,9 @@ each lowered, rewritten and played (``score``); of the same strategies a program
 
 The candidates are those the search has met, what it would choose if collectives had their plainest form only, and
 points of the same space that a bulk-synchronous view, or a start from other shares, passes by: the data-parallel
-family, whole or sharded parameters with the batch split by speed and evenly, and all calls on its pieces; parameters in
-shards with calls as the solver would have them; of a small model everything on every rank. Of a small graph all of
-them, and matrices alone in shards, are kept for ``runners_up``.
+family, whole or sharded parameters with the batch split by speed and evenly, and all calls on its pieces; either with
+calls as the solver would have them; of a small model everything on every rank. Of a small graph all of them, and
+matrices alone in shards, are kept for ``runners_up``.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
     least_s = watch.least_s
     family = (f for sharded in (False, True) for f in _family(chooser, least_s, sharded=sharded))
-    watch.look(f for f in (*family, *_in_shards(chooser)) if f.fits)
+    free = (f for sharded in (True, False) for f in _calls_free(chooser, sharded=sharded))
+    watch.look(f for f in (*family, *free) if f.fits)
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
@@ -263,14 +264,14 @@ def _family(chooser: Chooser, least_s: float, *, sharded: bool) -> Iterator[Foun
             yield _dealt_out(chooser, found)
 
 
-def _in_shards(chooser: Chooser) -> Iterator[Found]:
-    """The batch split by speed and parameters in shards, but calls as the solver would have them, and their shares then
-    dealt out anew: a beginning that the search's rounds do not have. Of a mixture of experts on many unlike hosts they
-    may miss a much shorter step without it."""
+def _calls_free(chooser: Chooser, *, sharded: bool) -> Iterator[Found]:
+    """The batch split by speed and parameters in shards, or whole, but calls as the solver would have them, and their
+    shares then dealt out anew: a beginning that the search's rounds do not have. Of a mixture of experts on many unlike
+    hosts they may miss a much shorter step without it."""
     problem, batch = chooser.problem, _batch(chooser.problem)
     if batch is not None:
         speeds = tuple((1.0 / problem.whole_s / (1.0 / problem.whole_s).sum()).tolist())
-        forced = _forced(problem, batch, sharded=True, throughout=False)
+        forced = _forced(problem, batch, sharded=sharded, throughout=False)
         found = chooser.strategies(problem.round({}, speeds, speeds), False, (), forced=forced, limited=False)
         if found is not None:
             yield found

@@ -13,6 +13,7 @@ from hap.capture import capture, interpret, source_values
 from hap.codegen.lowering import lower
 from hap.codegen.passes.runner import run_passes, standard_passes
 from hap.cost_models.evaluate import evaluate
+from hap.placement import REPLICATE
 from hap.plan import Plan
 from hap.rules.choices import Choices, choices
 from hap.runtime.lockstep import run_lockstep
@@ -172,6 +173,21 @@ def test_sends_the_gradient_where_it_is_smaller() -> None:
     assert not [c for c in plan.conversions if c.collective == "all_gather" and c.nbytes == 512 * 16 * 4]
 
 
+def test_whole_parameters_are_compared_with_calls_as_the_solver_would_have_them() -> None:
+    """8 samples of 256: a layer's gradient takes longer to sum than its factors to gather, which the data-parallel
+    family has no calls for."""
+    found, on = mlp(batch=8, width=256), cluster((0.01, "1GB"), (0.01, "1GB"), network="10MB/s", latency="1us")
+    chooser = Chooser(Problem.state(found, on, "adamw", Pins()), LIMITS["normal"])
+    first = chooser.strategies(chooser.problem.round({}, (0.5, 0.5), (0.5, 0.5)), False, ())
+    assert first is not None
+    judge.finest(chooser, first, [first])
+    parameters, compared = found.graph.sources("parameter"), [seconds for seconds, _ in chooser.compared]
+    free = next(judge._calls_free(chooser, sharded=False))
+    assert all(free.strategies[n.name].outputs[0] == REPLICATE for n in parameters)
+    family_s = min(judge.as_run_s(chooser, f) for f in judge._family(chooser, 1.0, sharded=False))
+    assert judge.as_run_s(chooser, free) in compared and judge.as_run_s(chooser, free) < 0.1 * family_s
+
+
 @pytest.mark.long
 def test_parameters_in_shards_are_a_beginning_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, one a mixture of 16 experts, on 16 unlike GPUs: no other round comes to so short a step."""
@@ -180,6 +196,6 @@ def test_parameters_in_shards_are_a_beginning_of_their_own(monkeypatch: pytest.M
         ids = tokens(30522, 512, 128)
     found = choices(capture(model, ids, loss_fn=class_loss, example_targets=ids))
     whole = plan_graph(found, planned_cluster("mix-16")).predicted
-    monkeypatch.setattr(judge, "_in_shards", lambda chooser: iter(()))
+    monkeypatch.setattr(judge, "_calls_free", lambda chooser, *, sharded: iter(()))
     without = plan_graph(found, planned_cluster("mix-16")).predicted
     assert whole.as_run_s < 0.97 * without.as_run_s and whole.step_s < 0.98 * without.step_s

@@ -8,8 +8,8 @@ each lowered, rewritten and played (``score``); of the same strategies a program
 The candidates are those the search has met, what it would choose if collectives had their plainest form only, and
 points of the same space that a bulk-synchronous view, or a start from other shares, passes by: the data-parallel
 family, whole or sharded parameters with the batch split by speed and evenly, and all calls on its pieces; either with
-calls as the solver would have them; of a small model everything on every rank. Of a small graph all of them, and
-matrices alone in shards, are kept for ``runners_up``.
+calls as the solver would have them; of a small model everything on every rank. Of a small graph all of them, and more
+beginnings, are kept for ``runners_up``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hap.search.limits import SMALL
 from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
 from hap.search.score import Times, adding_seconds, score_of
-from hap.search.starts import EVERYTHING, find_starts
+from hap.search.starts import EVERYTHING, find_starts, is_hopeless
 from hap.search.strategies import Chooser
 from hap.search.tempo import played_s, program_key
 
@@ -120,7 +120,7 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
     if len(chooser.problem.choices.graph.nodes) <= SMALL:
-        watch.look(f for f in _matrices_in_shards(chooser) if f.fits)
+        watch.look(f for f in _beginnings(chooser, watch.least_s) if f.fits)
         chooser.compared = [(t.seconds, t.found) for t in watch.timed]
     return inputs_dealt_out(chooser, *first)
 
@@ -278,20 +278,26 @@ def _calls_free(chooser: Chooser, *, sharded: bool) -> Iterator[Found]:
             yield _dealt_out(chooser, found)
 
 
-def _matrices_in_shards(chooser: Chooser) -> Iterator[Found]:
-    """Parameters of several dims in shards of the first, and all else as the solver would have it: vectors whole,
-    mostly, which cost a collective each and hold little. At the shares of the first start, and with those dealt out
-    anew."""
+def _beginnings(chooser: Chooser, least_s: float) -> Iterator[Found]:
+    """Of a small graph: parameters of several dims in shards of the first, or of the second, and all else as the solver
+    would have it, so that vectors, which hold little and cost a collective each, are mostly whole; and whole parameters
+    on a part of the ranks, where these may take less than ``least_s``. At the shares of a start, and with those dealt
+    out anew."""
     problem = chooser.problem
-    forced: dict[int, tuple[int, ...]] = {}
-    for node in problem.choices.graph.sources("parameter"):
-        placed = [s.outputs[0] for s in problem.facts.candidates[node.name]]
-        options = tuple(i for i, p in enumerate(placed) if isinstance(p, Shard) and p.dim == 0)
-        if options and len(node.meta.shape) > 1:
-            forced[problem.classes.of[node.name]] = options
-    if forced and problem.world_size > 1:
-        start = find_starts(problem)[0]
-        found = chooser.strategies(problem.round({}, *start), False, start.left_out, forced=forced, limited=False)
+    starts = find_starts(problem) if problem.world_size > 1 else []
+    fewer = [start for start in starts if start.left_out and not is_hopeless(problem, start, least_s)]
+    for start, dim in (*((start, dim) for start in starts[:1] for dim in (0, 1)), *((start, None) for start in fewer)):
+        forced: dict[int, tuple[int, ...]] = {}
+        for node in problem.choices.graph.sources("parameter"):
+            placed = [s.outputs[0] for s in problem.facts.candidates[node.name]]
+            if dim is None:
+                options = tuple(i for i, p in enumerate(placed) if p == REPLICATE)
+            else:
+                options = tuple(i for i, p in enumerate(placed) if isinstance(p, Shard) and p.dim == dim)
+            if options and (dim is None or len(node.meta.shape) > 1):
+                forced[problem.classes.of[node.name]] = options
+        sizes = problem.round({}, *start)
+        found = chooser.strategies(sizes, False, start.left_out, forced=forced, limited=False) if forced else None
         if found is not None:
             yield found
             yield _dealt_out(chooser, found)

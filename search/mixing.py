@@ -13,7 +13,7 @@ of alike layers, are gone through once, those with most bytes first:
 
     all that are of small kinds the other way, where the wire is busy throughout
     half of a kind the other way, every second layer; if that is shorter as run, all of it; if not, a quarter
-    keep whatever is the shortest so far; end after ``PATIENCE`` kinds that were worth nothing
+    keep whatever is the shortest so far; end after ``PATIENCE`` kinds that were worth nothing, of a small graph never
 
 A parameter is turned where the calls read it whole and a call makes partial sums of its gradient: whole, they are
 summed onto every rank; in shards, into the shards that are cheapest to sum into and to gather from, even ones or not.
@@ -35,6 +35,7 @@ from hap.plan import Strategy
 from hap.search.changed import changed, sizes_of, sizes_with
 from hap.search.found import Found
 from hap.search.judge import TIE
+from hap.search.limits import SMALL
 from hap.search.problem import Problem
 from hap.search.starts import storing_shares
 from hap.search.tempo import played_s, played_wire_s
@@ -64,10 +65,11 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
     kinds = list(enumerate(mixture.kinds))
     if mixture.small and overlapped_s <= (1 + WAITING) * sent_s:
         kinds.insert(0, (TOGETHER, mixture.small))
+    patience = PATIENCE if len(search.problem.choices.graph.nodes) > SMALL else most
     gained_by = -1  # the last kind that was worth it
     for kind, members in kinds:
         pending = [HALF if kind != TOGETHER and len(members) > 1 else ALL]
-        while pending and most and kind - gained_by <= PATIENCE:
+        while pending and most and kind - gained_by <= patience:
             search.progress.check()
             part, most = pending.pop(), most - 1
             is_shorter, before_s = False, found_s

@@ -232,11 +232,15 @@ class Search:
     def look_closer_s(self, found: Found, seconds: float) -> float:
         """The step as run, ``seconds`` so far, once what is changed last is changed in ``found``, too: mostly near what
         a whole search leads to, and found in a part of its time."""
+        return self.changed_last(found, seconds)[1]
+
+    def changed_last(self, found: Found, seconds: float) -> tuple[Found, float]:
+        """``found``, whose step as run is ``seconds``, once what is changed last is changed; and its step."""
         changed_s: float | None = seconds
         for move in (or_mixed, or_apart, or_postponed):
             found, changed_s = move(self, found, changed_s)
         assert changed_s is not None, "what was played still is"
-        return changed_s
+        return found, changed_s
 
     def run(self) -> Found:
         """The best plan that fits. InfeasibleError if there is none."""

@@ -4,8 +4,9 @@ The judge takes the shortest step as run (``judge.finest``), and what is asked n
 change depends on the plan: of one that cuts products between ranks few parameters can be turned, of one that splits the
 batch most. So a plan that is some percent behind may lead to a step that is far shorter, and going on from the best
 alone never sees it. Here, at the end, the next best that were compared go the same way, each that has other parameters
-whole or other ranks left out, and the shortest is taken: no plan is longer for it. Of small graphs, where that takes
-little: there latencies and bundles decide, and the judge's candidates lie close together.
+whole or other ranks left out, as it is and from where its shares lead (``onward``), and the shortest is taken: no plan
+is longer for it. Of small graphs, where that takes little: there latencies and bundles decide, and the judge's
+candidates lie close together.
 """
 
 from __future__ import annotations
@@ -13,11 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hap.placement import REPLICATE
-from hap.search.apart import or_apart
 from hap.search.found import Found
 from hap.search.judge import TIE
-from hap.search.mixing import or_mixed
-from hap.search.postponing import or_postponed
+from hap.search.onward import onward
 from hap.search.problem import Problem
 
 if TYPE_CHECKING:
@@ -33,7 +32,6 @@ def or_runner_up(search: Search, best: Found, overlapped_s: float | None) -> tup
     if overlapped_s is None or not compared:
         return best, overlapped_s
     found, found_s = best, overlapped_s
-    changed_s: float | None
     asked = {_kind(search.problem, best)}
     for seconds, other in compared:
         if seconds > NEAR * compared[0][0] or len(asked) > MOST:
@@ -42,11 +40,12 @@ def or_runner_up(search: Search, best: Found, overlapped_s: float | None) -> tup
         if kind in asked or other.recomputed != best.recomputed:
             continue
         asked.add(kind)
-        changed, changed_s = other, seconds
-        for move in (or_mixed, or_apart, or_postponed):
-            changed, changed_s = move(search, changed, changed_s)
-        if changed_s is not None and changed_s < found_s * (1 - TIE):
-            found, found_s = changed, changed_s
+        search.progress.say("going on from what comes near")
+        further = onward(search.chooser, other, seconds)
+        for start in [(other, seconds), further] if further[0] is not other else [further]:
+            changed, changed_s = search.changed_last(*start)
+            if changed_s < found_s * (1 - TIE):
+                found, found_s = changed, changed_s
     return found, found_s
 
 

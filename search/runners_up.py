@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hap.search.planner import Search
 
 NEAR = 1.25  # times the shortest that was compared
-MOST = 3  # runners-up
+MOST, FURTHER = 8, 3  # runners-up, and those of them that are gone on from at their shares
 
 
 def or_runner_up(search: Search, best: Found, overlapped_s: float | None) -> tuple[Found, float | None]:
@@ -41,9 +41,11 @@ def or_runner_up(search: Search, best: Found, overlapped_s: float | None) -> tup
             continue
         asked.add(kind)
         search.progress.say("going on from what comes near")
-        further = onward(search.chooser, other, seconds)
-        for start in [(other, seconds), further] if further[0] is not other else [further]:
-            changed, changed_s = search.changed_last(*start)
+        ends = [(other, seconds)]
+        if len(asked) <= 1 + FURTHER and (further := onward(search.chooser, other, seconds))[0] is not other:
+            ends.append(further)
+        for end in ends:
+            changed, changed_s = search.changed_last(*end)
             if changed_s < found_s * (1 - TIE):
                 found, found_s = changed, changed_s
     return found, found_s

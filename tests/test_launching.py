@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_a_signal_to_hap_run_ends_its_ranks(tmp_path: Path, number: signal.Signa
     (tmp_path / "c.yaml").write_text(CLUSTER)
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     command = [sys.executable, "-m", "hap", "run", "-c", "c.yaml", "sleeper.py"]
-    run = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL)
+    heeded = partial(signal.signal, number, signal.SIG_DFL)  # in a shell's background jobs SIGINT is ignored
+    run = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stderr=subprocess.DEVNULL, preexec_fn=heeded)
     ranks: list[int] = []
     try:
         files = [tmp_path / "0.pid", tmp_path / "1.pid"]

@@ -78,11 +78,12 @@ def test_devices_of_a_kind_that_differ_a_little_are_one_kind(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_hardly_a_plan_of_all_or_fewer_is_shorter(seed: int) -> None:
-    """Than the one that may leave out devices, of those clusters that it looks at; and its bound is below them all."""
+    """By a twentieth than the one that may leave out devices, of those clusters that it looks at, of all but one of
+    which it sees less than a whole search; and its bound is below them all."""
     whole = measured(seed)
     clusters = [whole, *(without(whole, gone) for gone in fewer_hosts(whole.devices, paced(seed)))]
     plan, alone = plan_graph(PERCEPTRON, whole, leave_out=True), [plan_graph(PERCEPTRON, c) for c in clusters]
-    assert plan.predicted.as_run_s == pytest.approx(min(p.predicted.as_run_s for p in alone), rel=0.03)
+    assert plan.predicted.as_run_s == pytest.approx(min(p.predicted.as_run_s for p in alone), rel=0.05)
     assert plan.predicted.lower_bound_s <= min(p.predicted.step_s for p in alone) * (1 + 1e-9)
     advice = alone[0].provenance.solver.get("leave_out")
     if plan.world_size < 3:

@@ -72,8 +72,9 @@ def test_nothing_else_has_owners() -> None:
 
 
 @pytest.mark.parametrize("leave_out", [False, True])
-def test_a_slow_rank_makes_no_update_that_a_fast_one_can_make(leave_out: bool) -> None:
-    """Where products take long, the slow device has none, though it works on its share of the batch."""
+def test_a_slow_rank_makes_few_updates(leave_out: bool) -> None:
+    """Where products take long, the slow device makes about its part of all speed of them, one in 21, or none, though
+    it works on its share of the batch."""
     found, cluster = gpt2(layers=2, batch=64, width=512), devices((5, "8GB"), (50, "8GB"), (50, "8GB"))
     plan = plan_graph(found, cluster, optimizer="muon", leave_out=leave_out)
     assert any(group.label == "batch" and min(group.sizes) > 0 for group in plan.groups.values())
@@ -82,8 +83,11 @@ def test_a_slow_rank_makes_no_update_that_a_fast_one_can_make(leave_out: bool) -
     assert plan.predicted.lower_bound_s is not None and plan.predicted.lower_bound_s <= plan.predicted.step_s
     flops = sum(update_flops("muon", found.graph, n) for n in owned)
     assert flops > 0.5 * sum(update_flops("muon", found.graph, n) for n in lies)
-    of = Counter(max(range(3), key=lambda r: plan.groups[p.group].sizes[r]) for p in owned.values())
-    assert of[0] == 0 < min(of[1], of[2])
+    of = dict.fromkeys(range(3), 0.0)
+    for n, placement in owned.items():
+        sizes = plan.groups[placement.group].sizes
+        of[sizes.index(max(sizes))] += update_flops("muon", found.graph, n)
+    assert of[0] < 0.06 * flops < min(of[1], of[2])
     for n, placement in lies.items():
         assert not sees_whole("muon", found.graph, n) or placement == REPLICATE or n in owned
 

@@ -39,7 +39,7 @@ from hap.search.limits import SMALL
 from hap.search.problem import Problem, chosen
 from hap.search.refine import INPUT_TOLERANCE, at_sizes, deal_out_inputs, reshare
 from hap.search.score import Times, adding_seconds, score_of
-from hap.search.starts import EVERYTHING, find_starts, is_hopeless
+from hap.search.starts import EVERYTHING, Start, find_starts, is_hopeless
 from hap.search.strategies import Chooser
 from hap.search.tempo import played_s, program_key
 
@@ -284,9 +284,12 @@ def _beginnings(chooser: Chooser, least_s: float) -> Iterator[Found]:
     on a part of the ranks, where these may take less than ``least_s``. At the shares of a start, and with those dealt
     out anew."""
     problem = chooser.problem
-    starts = find_starts(problem) if problem.world_size > 1 else []
-    fewer = [start for start in starts if start.left_out and not is_hopeless(problem, start, least_s)]
-    for start, dim in (*((start, dim) for start in starts[:1] for dim in (0, 1)), *((start, None) for start in fewer)):
+    if problem.world_size == 1:
+        return
+    starts = find_starts(problem)
+    wishes: list[tuple[Start, int | None]] = [(starts[0], 0), (starts[0], 1)]  # the dim that is sharded, None: whole
+    wishes += [(s, None) for s in starts if s.left_out and not is_hopeless(problem, s, least_s)]
+    for start, dim in wishes:
         forced: dict[int, tuple[int, ...]] = {}
         for node in problem.choices.graph.sources("parameter"):
             placed = [s.outputs[0] for s in problem.facts.candidates[node.name]]

@@ -268,7 +268,7 @@ def choose(
     if barriers and warm:
         unlimited = skeleton.kept.solve(_objective_ms(found, True), upper, gap=gap, nodes=nodes)
     if unlimited is not None and _fits(found, unlimited.values[:-1]):
-        return _choice(skeleton, unlimited, len(skeleton.row_names))
+        return _choice(skeleton, found, unlimited, len(skeleton.row_names))
     for limited in (False, True) if unlimited is None else (True,):
         if limited and _is_too_much(skeleton, found, upper):
             return None
@@ -280,11 +280,8 @@ def choose(
         solved = _solved(skeleton, proto, _stakes(rows, most), start, gap, nodes, below, check)
         if solved is None:
             return None
-        if limited:
-            fullness = float((found.held.at(solved.values[:-1]) / found.capacity_bytes).max())
-            return _choice(skeleton, solved, len(proto.linear_constraints.ids), fullness)
-        if _fits(found, solved.values[:-1]):
-            return _choice(skeleton, solved, len(proto.linear_constraints.ids))
+        if limited or _fits(found, solved.values[:-1]):
+            return _choice(skeleton, found, solved, len(proto.linear_constraints.ids))
     raise AssertionError("what is limited is taken as it is")
 
 
@@ -319,7 +316,7 @@ def _stakes(rows: Array, most: Array) -> Array:
     return parts.max(axis=0, initial=0.0)
 
 
-def _choice(skeleton: Skeleton, solved: Solution, rows: int, fullness: float = 1.0) -> Choice:
+def _choice(skeleton: Skeleton, found: Coefficients, solved: Solution, rows: int) -> Choice:
     return Choice(
         picks=tuple(solved.values[skeleton.options].argmax(axis=1).tolist()),
         objective_s=solved.objective / MS,
@@ -327,7 +324,7 @@ def _choice(skeleton: Skeleton, solved: Solution, rows: int, fullness: float = 1
         variables=len(skeleton.names) + 1,
         rows=rows,
         status=solved.status,
-        fullness=fullness,
+        fullness=float((found.held.at(solved.values[:-1]) / found.capacity_bytes).max()),
     )
 
 

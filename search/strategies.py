@@ -96,8 +96,8 @@ class Chooser:
         judged: Callable[[Choice], Found],
         below_s: float,
     ) -> Found:
-        """The cheapest met that fits, or comes nearest to it. The program is given less memory by what the ledger finds
-        above its rows, and where that was too little, half of what lies between."""
+        """The cheapest met that fits, or comes nearest to it. The program is given less memory than the
+        last choice takes, by what the ledger finds beyond; where that was too little, half of what lies between."""
         devices = self.problem.cluster.devices
         usable = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
         met = {first.choice.picks: first}
@@ -109,8 +109,9 @@ class Chooser:
             if choice is None or found is None or found.fits:
                 little = capacity
             else:
-                too_much, above_s = capacity * (choice.fullness * LESS if again else 1.0), choice.objective_s
-                over = np.maximum(0.0, np.array(found.evaluation.memory_bytes) - usable)
+                over, above_s = np.maximum(0.0, np.array(found.evaluation.memory_bytes) - usable), choice.objective_s
+                taken = capacity * choice.fullness  # at most: with so much the same choice would be made again
+                too_much = taken * LESS if again else np.where(over > 0, taken, capacity)
             if choice is not None and found is not None:
                 met[choice.picks] = found
                 if found.fits:

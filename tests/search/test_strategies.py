@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hap.cluster import ClusterSpec
-from hap.cost_models.memory import usable_bytes
+from hap.cost_models.memory import MemoryUse, usable_bytes
 from hap.errors import InfeasibleError
+from hap.fabric import Array
 from hap.search import plan_graph, recompute, strategies
 from hap.search.found import Found
 from hap.search.limits import LIMITS
@@ -88,6 +89,31 @@ def test_memory_that_the_program_does_not_see_is_kept_free(monkeypatch: pytest.M
     assert found is not None and honest is not None
     assert capacities[0] == 1.0 > capacities[1] and len(capacities) <= 4
     assert found.fits and found.cost[1] <= honest.cost[1] * 1.1
+
+
+def test_less_memory_is_less_than_what_a_choice_takes() -> None:
+    """The ledger finds a fifth of the memory more than the program sees. Of what is cheapest there are many that take
+    alike, 83 hundredths as the program sees it: with less memory, but so much, it makes another of these."""
+    asked, first = chooser(TIGHT_MB), at_equal_sizes(chooser(TIGHT_MB), limited=False)
+    assert first is not None and not first.fits
+    usable, capacities = first.evaluation.usable_bytes[0], list[float]()
+
+    def ask(capacity: Array, below_s: float) -> Choice | None:
+        capacities.append(float(capacity.min()) / usable)
+        for taken, objective_s in ((0.83, 1.0), (0.79, 1.05)):
+            if taken <= capacities[-1] and objective_s < below_s:
+                picks, fullness = (len(capacities),), taken / capacities[-1]
+                return replace(first.choice, picks=picks, objective_s=objective_s, fullness=fullness)
+        return None
+
+    def judged(choice: Choice) -> Found:
+        held = int(usable * (choice.fullness * capacities[-1] + 0.2))
+        memory = MemoryUse(({"parameters": held},) * asked.problem.world_size)
+        evaluation = replace(first.evaluation, memory=memory, step_s=choice.objective_s)
+        return replace(first, choice=choice, evaluation=evaluation)
+
+    found = asked._fitting(first, ask, judged, np.inf)
+    assert found.fits and found.choice.objective_s == 1.05
 
 
 @pytest.mark.parametrize("limit", [pytest.param("FEW_NODES", marks=pytest.mark.long), "FEW_VARIABLES"])

@@ -96,8 +96,8 @@ class Chooser:
         judged: Callable[[Choice], Found],
         below_s: float,
     ) -> Found:
-        """The cheapest met that fits, or comes nearest to it. The program is given less memory than the
-        last choice takes, by what the ledger finds beyond; where that was too little, half of what lies between."""
+        """The cheapest met that fits, or comes nearest to it. The program is given less memory by what the ledger finds
+        above its rows, less than the last choice takes; where that was too little, half of what lies between."""
         devices = self.problem.cluster.devices
         usable = np.array([usable_bytes(d.memory_bytes) for d in devices], dtype=np.float64)
         met = {first.choice.picks: first}
@@ -110,15 +110,17 @@ class Chooser:
                 little = capacity
             else:
                 over, above_s = np.maximum(0.0, np.array(found.evaluation.memory_bytes) - usable), choice.objective_s
-                taken = capacity * choice.fullness  # at most: with so much the same choice would be made again
-                too_much = taken * LESS if again else np.where(over > 0, taken, capacity)
+                taken = capacity * choice.fullness  # at most
+                too_much = taken * LESS if again else capacity
+                less = too_much - over
+                less = np.where((over > 0) & (taken <= less), taken - over, less)  # or it would do once more
             if choice is not None and found is not None:
                 met[choice.picks] = found
                 if found.fits:
                     self.margin, below_s = usable - capacity, choice.objective_s
             if too_much is None or (little is not None and below_s <= above_s * (1 + TIE)):
                 break
-            capacity = too_much - over if little is None else (too_much + little) / 2
+            capacity = less if little is None else (too_much + little) / 2
         return best_of(met.values()) or first
 
     def unlimited(self, sizes: GroupSizes, *, forced: Mapping[int, tuple[int, ...]]) -> Mapping[str, Strategy] | None:

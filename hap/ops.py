@@ -11,6 +11,7 @@ import torch
 from hap.attention import attention, attention_backward
 from hap.batch_norm import batch_norm, batch_norm_backward, batch_norm_squares, batch_norm_sums
 from hap.complex_numbers import fft_c2c, fft_c2r, fft_r2c, view_as_complex, view_as_real
+from hap.convolution import convolution, convolution_backward
 from hap.ctc import ctc, ctc_backward
 from hap.determinant import det, slogdet
 from hap.draws import bernoulli, rand, randint, randn
@@ -33,6 +34,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "hap.batch_norm_squares.default": batch_norm_squares,
     "hap.batch_norm_sums.default": batch_norm_sums,
     "hap.bernoulli.default": bernoulli,
+    "hap.convolution.default": convolution,
+    "hap.convolution_backward.default": convolution_backward,
     "hap.ctc.default": ctc,
     "hap.ctc_backward.default": ctc_backward,
     "hap.dropout.default": dropout,

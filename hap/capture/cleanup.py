@@ -46,6 +46,7 @@ _SAME = {  # another name for the same numbers
     "aten._unsafe_index_put.default": "aten.index_put.default",
     "aten._efficientzerotensor.default": "aten.zeros.default",  # tangents of what forward mode takes for constant
 }
+_CONVOLUTIONS = {"aten.convolution.default": 8, "aten.convolution_backward.default": 9}  # where groups are told
 _RESOLVED = ("aten.resolve_conj.default", "aten.resolve_neg.default")
 _NEUTRAL = {  # operator -> the second argument that changes nothing
     "aten.mul.Tensor": 1,
@@ -127,6 +128,18 @@ def spell_alike(graph: Graph) -> Graph:
         if node.op in _RESOLVED:
             return (node.args[0],)
         return replace(node, op=_SAME[node.op]) if node.op in _SAME else None
+
+    return rewrite(graph, rule)
+
+
+def spell_grouped(graph: Graph) -> Graph:
+    """Convolutions of one image that has many groups, which may be a batch, as ``hap.convolution``."""
+
+    def rule(node: Node, done: Rewritten) -> Node | None:
+        if node.op not in _CONVOLUTIONS:
+            return None
+        is_grouped = node.args[_CONVOLUTIONS[node.op]] > 1 and done.meta(node.args[0]).shape[0] == 1
+        return replace(node, op=node.op.replace("aten", "hap")) if is_grouped else None
 
     return rewrite(graph, rule)
 
@@ -285,6 +298,7 @@ PASSES: tuple[Pass, ...] = (
     spell_views,
     spell_constants,
     spell_alike,
+    spell_grouped,
     drop_empty_pieces,
     drop_identities,
     compose_views,

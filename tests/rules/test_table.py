@@ -14,6 +14,7 @@ from hap.rules.table import BUILTIN, call_rows
 from tests.rules.graphs import booleans, call, integers, meta
 
 X, ROW, PIECE = meta(6, 4), meta(4), meta(3, 4)
+GROUPED = meta(1, 12, 4, 4), meta(18, 2, 3, 3)  # a convolution of six groups
 IMAGE, ATTENTION, VOLUME = meta(6, 4, 4, 4), meta(3, 4, 6, 2), meta(6, 2, 4, 4, 4)
 PIVOTS = TensorMeta((6, 3), torch.int32)
 COMPLEX = TensorMeta((6, 4, 5), torch.complex128)
@@ -182,6 +183,20 @@ CALLS = [(f"aten.{name}", args) for args, names in NAMES.items() for name in nam
     (
         "aten.convolution_backward.default",
         (meta(6, 2, 2, 2), IMAGE, meta(2, 4, 3, 3), (2,), (1, 1), (0, 0), (1, 1), False, (0, 0), 1, (True,) * 3),
+    ),
+    ("hap.convolution.default", (*GROUPED, meta(18), (2, 1), (1, 2), (1, 2), False, (0, 0), 6)),
+    (
+        "hap.convolution.default",
+        (GROUPED[0], meta(12, 3, 3, 3), meta(18), (2, 2), (1, 1), (1, 1), True, (1, 1), 6),
+    ),
+    ("hap.convolution.default", (meta(1, 6, 4), meta(6, 1, 2), meta(6), (1,), (0,), (1,), False, (0,), 6)),
+    (
+        "hap.convolution_backward.default",
+        (meta(1, 18, 2, 2), *GROUPED, (18,), (1, 1), (0, 0), (1, 1), False, (0, 0), 6, (True,) * 3),
+    ),
+    (
+        "hap.convolution_backward.default",
+        (meta(1, 6, 5), meta(1, 12, 4), meta(12, 1, 2), None, (1,), (0,), (1,), True, (0,), 6, (True, True, False)),
     ),
     ("hap.batch_norm.default", (IMAGE, ROW, ROW, ROW, ROW)),
     ("hap.batch_norm.default", (IMAGE, ROW, ROW, None, None)),

@@ -122,7 +122,7 @@ def causal_masks(graph: Graph) -> Graph:
     def kind(mask: Value, queries: int, keys: int) -> MaskKind:
         key = (mask, queries, keys)
         if key not in kinds:
-            tensor = _constant_value(graph, positions, mask)
+            tensor = constant_value(graph, positions, mask)
             kinds[key] = None if tensor is None else _mask_kind(tensor, queries, keys)
         return kinds[key]
 
@@ -155,7 +155,7 @@ def _mask_kind(mask: torch.Tensor, queries: int, keys: int) -> MaskKind:
     return "causal" if bool((seen == causal).all() and (hidden == ~causal).all()) else None
 
 
-def _constant_value(graph: Graph, positions: Mapping[str, int], value: Value) -> torch.Tensor | None:
+def constant_value(graph: Graph, positions: Mapping[str, int], value: Value) -> torch.Tensor | None:
     """The value, on the CPU, if it follows from constants alone and is small enough, else None.
 
     A dim along which all is alike has one element here, so that a batch of equal masks is one mask; what is not

@@ -20,6 +20,7 @@ from hap.capture.batch_norm import spell_batch_norms
 from hap.capture.draws import canonical_draws
 from hap.capture.experts import canonical_experts
 from hap.capture.names import Names
+from hap.capture.own_places import spell_own_places
 from hap.capture.rewrite import Rewritten, rewrite
 from hap.graph import Graph, Node, Value, with_inputs
 from hap.ops import draws_random
@@ -307,6 +308,7 @@ PASSES: tuple[Pass, ...] = (
     canonical_draws,
     canonical_experts,
     spell_batch_norms,
+    spell_own_places,
     merge_equal,
     causal_masks,
     drop_unused,

@@ -8,8 +8,9 @@ from torch.nn.utils import parametrizations
 
 from hap.capture import capture, interpret, source_values
 from hap.graph import Value
+from hap.placement import Shard
 from tests.zoo.layers import BATCH, WIDTH, Model, NormOfChannels, case, on_one, worst
-from tests.zoo.lockstep import TOLERANCE
+from tests.zoo.lockstep import TOLERANCE, batch_strategies, possible
 
 SIGNS, CHANNELS = torch.tensor([1, -1]), (BATCH, 3, WIDTH)
 IMAGE = (BATCH, 2, 4, WIDTH)
@@ -211,3 +212,46 @@ def test_where_a_matrix_has_no_inverse_it_is_nan_and_others_are_as_they_are(of):
     assert torch.equal(found[0], of(matrices[0])) and found[1].isnan().all()
     with pytest.raises(torch.linalg.LinAlgError):
         of(matrices[1])
+
+
+ROWS = torch.arange(BATCH)
+
+
+def order(y):
+    return y.detach().sum(-1).argsort(-1)
+
+
+def put_back(y):
+    """As masked autoencoders do."""
+    kept, hidden = order(y).split([1, 3], 1)
+    made = torch.zeros_like(y)
+    made[ROWS[:, None], kept] = y[ROWS[:, None], kept]
+    made[ROWS[:, None], hidden] = y.mean((0, 1))
+    return made
+
+
+OF_EACH_ROW = {
+    "a place": lambda y: y[ROWS, order(y)[:, 0]],
+    "the last place": lambda y: y[ROWS, order(y)[:, 0] - 4],
+    "places": lambda y: y[ROWS[:, None], order(y)[:, :2]],
+    "pairs of places": lambda y: y[ROWS.view(-1, 1, 1), order(y)[:, :2, None] - torch.arange(2)],
+    "the same places": lambda y: y[ROWS[:, None], torch.tensor([[3, 1]])],
+    "places of the second dim's": lambda y: y[:, torch.arange(4)[:, None], y.detach().argsort(-1)[0, :, :2]],
+    "what is put back": put_back,
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH_ROW)
+def test_what_rows_read_and_write_at_places_of_their_own_is_dealt_out_with_them(name):
+    found = case(Model(OF_EACH_ROW[name]), (BATCH, 4, WIDTH))
+    made = possible(found)
+    assert not [n for n in made.graph.nodes if n.op in ("aten.index.Tensor", "aten.index_put.default")]
+    dealt, calls = batch_strategies(made), [n.name for n in made.graph.nodes if "gather" in n.op or "scatter" in n.op]
+    assert calls and all(isinstance(dealt[call].inputs[0], Shard) for call in calls)
+    assert worst(found) <= TOLERANCE
+
+
+def test_rows_in_another_order_are_read_by_index():
+    found = case(Model(lambda y: y[ROWS.flip(0)[:, None], order(y)[:, :2]]), (BATCH, 4, WIDTH))
+    assert [n for n in possible(found).graph.nodes if n.op == "aten.index.Tensor"]
+    assert worst(found) <= TOLERANCE

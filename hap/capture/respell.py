@@ -303,6 +303,11 @@ def _where(condition: torch.Tensor, *others: Any, **named: Any) -> tuple[Place, 
     return None if others or named else places(condition, as_tuple=True)
 
 
+def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Of a module that is copied in the forward pass: its parameters are none here. The copy's have no gradients."""
+    return memo.setdefault(id(tensor), tensor.detach().clone())
+
+
 def _placed(x: torch.Tensor, index: tuple[Any, ...]) -> tuple[torch.Tensor, int] | None:
     """The only mask in ``index``, and how many dims of ``x`` lie behind its own; None if there is anything else than
     whole dims beside it."""
@@ -326,6 +331,7 @@ _SELECTING = (torch.Tensor.index_select, torch.index_select)
 _INSTEAD: Mapping[Any, Instead] = {
     **REFUSED,
     **OF_MATRICES,
+    torch.Tensor.__deepcopy__: _copied,
     torch.Tensor.__getitem__: _read,
     torch.Tensor.__setitem__: _written,
     torch.Tensor.masked_select: _masked_select,

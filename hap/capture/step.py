@@ -13,6 +13,7 @@ gradients.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,19 +107,27 @@ class Step(nn.Module):
 
     def _follow(self, name: str, module: nn.Module) -> None:
         """Mark what ``module.forward`` calls with its name, and remember the name if it raises."""
-        forward = forward_of(module)
+        module.forward = _Followed(self, name, forward_of(module))
 
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with torch.fx.traceback.annotate({MODULE_KEY: name}):
-                    return forward(*args, **kwargs)
-            except Exception as e:
-                if self.failed is None or self.failed[0] is not e:
-                    self.failed = (e, name)
-                raise
 
-        followed.__wrapped__ = forward  # type: ignore[attr-defined]
-        module.forward = followed
+class _Followed:
+    """A module's forward in a trace. That of a copy which the forward pass makes of the module is the copy's."""
+
+    def __init__(self, step: Step, name: str, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._step, self._name, self._forward = step, name, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch.fx.traceback.annotate({MODULE_KEY: self._name}):
+                return self._forward(*args, **kwargs)
+        except Exception as e:
+            if self._step.failed is None or self._step.failed[0] is not e:
+                self._step.failed = (e, self._name)
+            raise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Followed:
+        return _Followed(self._step, self._name, copy.deepcopy(self._forward, memo))
 
 
 def _under(mode: Respelled, hook: Hook) -> Hook:
@@ -205,21 +214,35 @@ def copy_with(model: nn.Module, replacements: Mapping[int, torch.Tensor]) -> nn.
 
     A tensor that is neither parameter nor buffer is a constant of the program and moves to the CPU, if it has data.
     What the last forward pass left in a list or a dict, which has no copy of its own, is one, too. Functions that close
-    over the model, as hooks do, close over the copy.
+    over the model, as hooks do, close over the copy. Modules of classes that are made only with arguments, and static
+    methods, neither of which Python copies, are copied, too.
     """
     memo: dict[int, Any] = dict(replacements)
+    made = {module: object.__new__(type(module)) for module in model.modules() if _is_made_anew(type(module))}
+    memo.update((id(module), new) for module, new in made.items())
     for module in model.modules():
         for value in vars(module).values():
+            if isinstance(value, staticmethod):
+                memo[id(value)] = value
             for tensor in pytree.tree_leaves(value):
                 is_constant = isinstance(tensor, torch.Tensor) and (tensor is value or not tensor.is_leaf)
                 if is_constant and id(tensor) not in memo:
                     memo[id(tensor)] = _constant(tensor)
     try:
         copied = copy.deepcopy(model, memo)
+        for module, new in made.items():
+            vars(new).update(copy.deepcopy(vars(module), memo))
         bind_anew(copied, memo)
         return copied
     except Exception as e:
         raise CaptureError(f"the model cannot be copied for capture: {type(e).__name__}: {e}") from e
+
+
+def _is_made_anew(kind: type[nn.Module]) -> bool:
+    """Its ``__new__`` may ask for arguments, and it does not say how it is copied."""
+    own = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
+    says = any(name in vars(base) for base in kind.__mro__[:-1] for name in own)
+    return kind.__new__ is not object.__new__ and not says
 
 
 def _constant(tensor: torch.Tensor) -> torch.Tensor:

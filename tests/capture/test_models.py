@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from hap.capture import capture, input_paths
+from hap.capture import capture, input_paths, interpret, source_values
 from hap.errors import CaptureError
-from tests.capture.equality import assert_equals_eager, count
+from tests.capture.equality import assert_close, assert_equals_eager, count
 
 
 @pytest.fixture(autouse=True)
@@ -330,3 +331,49 @@ def test_a_module_in_data_parallel_is_what_it_is() -> None:
     x = torch.randn(4, 6, dtype=torch.float64)
     graph = capture(nn.Sequential(nn.DataParallel(layers)), x, loss_fn=lambda y: y.square().sum())
     assert list(graph.gradients) == ["0.module.0.weight", "0.module.0.bias"]
+
+
+class Frozen(nn.Module):
+    """Its head, frozen, reads what a latent is predicted to be, as NextLat has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frozen = copy.deepcopy(self.head)
+        for p in frozen.parameters():
+            p.requires_grad_(False).mul_(2)
+        y = self.first(x)
+        return (frozen(y) - self.head(y.detach())).square().sum()
+
+
+def test_a_module_that_the_forward_pass_copies_is_one_of_its_own() -> None:
+    assert_equals_eager(Frozen().double(), torch.randn(4, 6, dtype=torch.float64))
+
+
+class LowRank(nn.Module):
+    """A class that Python cannot make without arguments, and does not copy; nor does it static methods."""
+
+    def __new__(cls, width: int, *, rank: int | None = None) -> Any:
+        return super().__new__(cls) if rank else nn.Linear(width, width)
+
+    def __init__(self, width: int, *, rank: int) -> None:
+        super().__init__()
+        self.down, self.up, self.act = nn.Linear(width, rank), nn.Linear(rank, width), staticmethod(torch.tanh)
+        self.later = lambda x: self.up(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.later(self.act(self.down(x)))
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_what_python_does_not_copy(is_root: bool) -> None:
+    one, x = LowRank(6, rank=2).double(), torch.randn(4, 6, dtype=torch.float64)
+    model = one if is_root else nn.Sequential(nn.Linear(6, 6).double(), one)
+    graph = capture(model, x, loss_fn=lambda y: y.square().sum())
+    values = interpret(graph, source_values(graph, model, x, None))
+    model(x).square().sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert_close(values[graph.gradients[name]], p.grad, 1e-12, name)

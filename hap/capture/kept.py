@@ -29,6 +29,12 @@ _LRU = type(functools.lru_cache(len))
 _NOTHING = object()
 
 
+class Followed:
+    """A module's own ``forward`` in a trace, which ``__wrapped__`` is."""
+
+    __wrapped__: Any
+
+
 class _Cells(dict[str, Any]):
     """Of a function, by their names."""
 
@@ -133,7 +139,7 @@ def _parts(one: Any, code: bool) -> Iterator[tuple[Any, dict[Any, Any]]]:
             yield (), {"": one.__func__}
     elif isinstance(one, functools.partial):
         yield (), {"": one.func, "args": one.args, "keywords": one.keywords}
-    elif isinstance(one, _LRU):
+    elif isinstance(one, (_LRU, Followed)):
         if code:
             yield (), {"": one.__wrapped__}
     elif isinstance(one, types.FunctionType):
@@ -151,8 +157,6 @@ def _parts(one: Any, code: bool) -> Iterator[tuple[Any, dict[Any, Any]]]:
 
 def _parts_of_function(one: types.FunctionType) -> Iterator[tuple[Any, dict[Any, Any]]]:
     if not _is_users(one):
-        if inner := getattr(one, "__wrapped__", None):  # a module's own forward, as it is followed
-            yield (), {"": inner}
         return
     cells = _Cells(zip(one.__code__.co_freevars, one.__closure__ or (), strict=True))
     named = _Globals()

@@ -24,7 +24,7 @@ from torch import nn
 from hap.capture.counters import Calls
 from hap.capture.dropout import ByDropout
 from hap.capture.inputs import StepInputs
-from hap.capture.kept import bind_anew
+from hap.capture.kept import Followed, bind_anew
 from hap.capture.outside import Hook, Outside
 from hap.capture.recurrent import LayerByLayer
 from hap.capture.respell import Respelled
@@ -110,8 +110,8 @@ class Step(nn.Module):
         module.forward = _Followed(self, name, forward_of(module))
 
 
-class _Followed:
-    """A module's forward in a trace. That of a copy which the forward pass makes of the module is the copy's."""
+class _Followed(Followed):
+    """That of a copy which the forward pass makes of the module is the copy's."""
 
     def __init__(self, step: Step, name: str, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)

@@ -135,7 +135,8 @@ def _trace(
         except CaptureError:
             raise
         except Exception as e:
-            blamed = blame(e, name, step.failed_module(e))
+            first = calls.first or calls.before
+            blamed = blame(e, name, step.failed_module(e), first.traced_in(Kept((copied, loss))))
             if isinstance(e, SelectionError) and not as_places:
                 calls.before.restore()
                 with contextlib.suppress(CaptureError):  # what it says is of the same line

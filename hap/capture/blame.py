@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import traceback
+from collections.abc import Sequence
 
 import torch
 
@@ -26,8 +27,9 @@ _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException"
 _HIGHER_ORDER = "UncapturedHigherOrderOpError"
 
 
-def blame(error: Exception, subject: str, module: str) -> CaptureError:
-    """The CaptureError to raise ``from error``: what went wrong, the user's source line, the module that ran it."""
+def blame(error: Exception, subject: str, module: str, kept: Sequence[str] = ()) -> CaptureError:
+    """The CaptureError to raise ``from error``: what went wrong, the user's source line, the module that ran it.
+    ``kept``: the names under which the forward pass has left new tensors."""
     where = _place(error, module)
     if is_of_collective(error):
         return CaptureError(
@@ -56,6 +58,7 @@ def blame(error: Exception, subject: str, module: str) -> CaptureError:
             f"cannot capture {subject}: a draw with a generator of random numbers {where}: HAP has no place for it"
         )
     if any(said in str(error) for said in _KEPT):
+        where = f"{where} ({', '.join(kept[:3])})" if kept else where
         return CaptureError(
             f"cannot capture {subject}: a tensor that is kept from step to step changes {where}, and is no buffer of "
             "the model: register it as one (what a loss function keeps, too: make it a part of the model), or, if it "

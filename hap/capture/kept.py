@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,6 +66,11 @@ class Kept:
         """The names of what is another one in ``now``."""
         names = dict.fromkeys((*now.marks, *self.marks))
         return [n for n in names if not _is_it(self.marks.get(n, _NOTHING), now.marks.get(n, _NOTHING))]
+
+    def traced_in(self, now: Kept) -> list[str]:
+        """The names of what is a tensor of a trace in ``now``, and was none; those of modules by their own."""
+        made = [n for n in self.changed(now) if now.marks.get(n) is torch.Tensor]
+        return [re.sub(r"\b_(parameters|buffers|modules)\.", "", n) for n in made]
 
     def restore(self) -> None:
         """All that has changed is as it was, but for code."""

@@ -344,3 +344,33 @@ def test_what_the_first_call_alone_writes_is_refused_unless_it_was_done() -> Non
         capture(model, X)
     model(X)
     assert_equals_model(model)
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.teacher = nn.Linear(4, 4).double(), None
+
+    def forward(self, x):
+        if self.teacher is None:
+            self.teacher = copy.deepcopy(self.net)
+        return (self.net(x) - self.teacher(x).detach() + x).square().mean()
+
+
+class Biased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleDict({"bias": nn.Linear(4, 4).double()})
+        self.net.bias.register_buffer("slopes", torch.ones(4, dtype=torch.float64))
+        self.net.bias.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.net.bias.table is None:
+            self.net.bias.table = self.net.bias.slopes * torch.arange(4)
+        return (self.net.bias(x) + self.net.bias.table).square().mean()
+
+
+@pytest.mark.parametrize("model, name", [(Teacher, r"teacher\.weight"), (Biased, r"net\.bias\.table")])
+def test_a_tensor_that_the_first_call_makes_of_state_and_keeps_is_refused_by_name(model, name):
+    with pytest.raises(CaptureError, match=rf"changes in the root module \({name}.*run the model once before"):
+        capture(model(), X)

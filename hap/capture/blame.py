@@ -15,6 +15,7 @@ from hap.capture.spread import is_of_collective
 from hap.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_NESTED = os.path.join(_TORCH, "nested", "")
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB = os.path.abspath(sysconfig.get_path("stdlib")) + os.sep
 _DEVICES = "Unhandled FakeTensor Device Propagation"  # what torch 2.11 says of it, in a RuntimeError
@@ -35,6 +36,11 @@ def blame(error: Exception, subject: str, module: str, kept: Sequence[str] = ())
         return CaptureError(
             f"cannot capture {subject}: a collective in the model, {where}: HAP's batch is the global one, and the "
             "model sees all of its samples, as on one device: leave it out"
+        )
+    if any(os.path.abspath(f.filename).startswith(_NESTED) for f in traceback.extract_tb(error.__traceback__)):
+        return CaptureError(
+            f"cannot capture {subject}: a nested tensor {where}: samples of several sizes have no static shape: pad "
+            "them to one, and mask what lies behind their ends"
         )
     if type(error).__name__ in _DATA_DEPENDENT:
         what, remedy = _dependence(error)

@@ -37,6 +37,10 @@ def packs(module: Block, y: torch.Tensor) -> torch.Tensor:
     return rnn.pack_padded_sequence(y, [2, 1], batch_first=True, enforce_sorted=False).data.sum()
 
 
+def nests(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([y[0, :2], y[1]], layout=torch.jagged).values().sum()
+
+
 @pytest.mark.parametrize(
     ("then", "instead"),
     [
@@ -45,6 +49,7 @@ def packs(module: Block, y: torch.Tensor) -> torch.Tensor:
         (counts, "use one_hot(y, K).sum(0), with weights torch.zeros(K).index_add(0, y, weights)"),
         (counts_its_own, "use one_hot(y, K).sum(0)"),
         (packs, "give the layer the padded one"),
+        (nests, "pad them to one, and mask what lies behind their ends"),
     ],
 )
 def test_what_to_write_instead(then: Callable[[Block, torch.Tensor], torch.Tensor], instead: str) -> None:

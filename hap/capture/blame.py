@@ -23,6 +23,7 @@ _GENERATOR = "torch._C.Generator"  # of which torch 2.11 says that a graph has n
 # what torch says of a tensor that is neither parameter, buffer nor input, and is changed or replaced
 _WITHIN = "backprop through mirrored meta"
 _KEPT = ("Unexpected fake buffer", "entirely functional graph", "ATen/RegisterFunctionalization", "in tensor_tracker")
+_LISTED = "is not supported for tensor subclasses"  # .numpy() and .tolist()
 _DATA_DEPENDENT = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 _HIGHER_ORDER = "UncapturedHigherOrderOpError"
@@ -42,7 +43,7 @@ def blame(error: Exception, subject: str, module: str, kept: Sequence[str] = ())
             f"cannot capture {subject}: a nested tensor {where}: samples of several sizes have no static shape: pad "
             "them to one, and mask what lies behind their ends"
         )
-    if type(error).__name__ in _DATA_DEPENDENT:
+    if type(error).__name__ in _DATA_DEPENDENT or _LISTED in str(error):
         what, remedy = _dependence(error)
         return CaptureError(f"cannot capture {subject}: {what} {where}: {remedy}")
     if type(error).__name__ == "FakeTensorDeviceMismatchError" or _DEVICES in str(error):
@@ -83,7 +84,8 @@ def _dependence(error: Exception) -> tuple[str, str]:
             "a boolean index, nonzero, unique and masked_select make one; use torch.where or a mask, or make a "
             "constant one in the forward pass, not of a buffer"
         )
-    return "data-dependent control flow", (
+    what = "values that leave PyTorch" if _LISTED in str(error) else "data-dependent control flow"
+    return what, (
         "the program may not depend on the values in a tensor; use torch.where or a mask, or move it out of the model"
     )
 

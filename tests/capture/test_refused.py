@@ -37,6 +37,14 @@ def packs(module: Block, y: torch.Tensor) -> torch.Tensor:
     return rnn.pack_padded_sequence(y, [2, 1], batch_first=True, enforce_sorted=False).data.sum()
 
 
+def leaves_torch(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return y.sum() * float(y.detach().cpu().numpy().max())
+
+
+def lists(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return y.sum() * max(y.argmax(1).tolist())
+
+
 def nests(module: Block, y: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor([y[0, :2], y[1]], layout=torch.jagged).values().sum()
 
@@ -49,6 +57,8 @@ def nests(module: Block, y: torch.Tensor) -> torch.Tensor:
         (counts, "use one_hot(y, K).sum(0), with weights torch.zeros(K).index_add(0, y, weights)"),
         (counts_its_own, "use one_hot(y, K).sum(0)"),
         (packs, "give the layer the padded one"),
+        (leaves_torch, "values that leave PyTorch at"),
+        (lists, "the program may not depend on the values in a tensor"),
         (nests, "pad them to one, and mask what lies behind their ends"),
     ],
 )

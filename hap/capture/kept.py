@@ -188,7 +188,7 @@ def _contents(container: Any) -> dict[Any, Any]:
         small = container.dtype.kind in "biuf" and container.size <= _MOST
         return dict(enumerate(container.ravel().tolist())) if small else {}
     if isinstance(container, dict):
-        return dict(container)
+        return dict(dict.items(container))  # as they lie there: some make something of what they hand out
     if isinstance(container, (set, frozenset)):
         return {item: item for item in container}
     return dict(enumerate(container))

@@ -289,6 +289,28 @@ def test_a_tensor_that_is_another_one_in_each_step_is_refused() -> None:
         capture(Caching(a_sum).double(), X)
 
 
+class Makers(collections.OrderedDict):
+    """Hands out an object where it holds a class, as the activations of Hugging Face's transformers do."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+
+MAKERS = Makers(gelu=nn.GELU, tanh=nn.Tanh)
+
+
+def activated(x, name):
+    return MAKERS[name](x)
+
+
+def test_a_dict_that_makes_what_it_hands_out_is_left_as_it_was() -> None:
+    model = Players().double()
+    model.forward = lambda x: activated(model.own(x), "gelu").sum()
+    graph = capture(model, X)
+    assert [n.op for n in graph.nodes].count("aten.gelu.default") == 1
+    assert list(dict.items(MAKERS)) == [("gelu", nn.GELU), ("tanh", nn.Tanh)]
+
+
 class Hooked(nn.Module):
     """A hook that keeps what a layer returned, which the model reads."""
 

@@ -11,8 +11,9 @@ where values are wanted
     ``x[:, :t]``, ``x.view(t, -1)``              has the number in the place of ``t``
 
 All else is traced as it is written. Nothing is known of parameters, buffers and inputs, nor of what is drawn, or left
-as memory was found. A change in place of what is known, by what is known, is made to the value, too; after any other
-change a tensor and its views, which count their changes together, are no longer known.
+as memory was found: but that ``torch.rand(1) > 0`` is so, as what ``hap.rand`` draws lies between 0 and 1. A change in
+place of what is known, by what is known, is made to the value, too; after any other change a tensor and its views,
+which count their changes together, are no longer known.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ _INDEXING = frozenset({"__getitem__", "__setitem__"})
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _REPEATED = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
 _SELECTED = (torch.masked_select, torch.Tensor.masked_select)
+_UNIFORM = (torch.rand, torch.rand_like)
+_MORE = frozenset({"gt", "ge", "__gt__", "__ge__"})
+_LESS = frozenset({"lt", "le", "__lt__", "__le__"})
 
 
 @dataclass
@@ -59,6 +63,7 @@ class Known:
     def __init__(self, outside: Outside) -> None:
         self._outside = outside
         self._values: dict[int, _Value] = {}  # by the tensor's id
+        self._drawn: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # single ones, with how often it was changed
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """None where nothing is known of it."""
@@ -102,9 +107,26 @@ class Known:
             return instead[0](*instead[1], **instead[2])
         if func == _DATA:
             self._forget(args[0])  # what is done to that is not counted as a change of this
+        elif func in _UNIFORM:
+            if found.numel() == 1:
+                self._drawn[id(found)] = weakref.ref(found), found._version
         elif given is not None and (found is not None or name == "__setitem__"):
             self._note(func, given, found, before)
+        elif self._drawn and (truth := self._surely(name, args)) is not None:
+            with untraced():
+                value = torch.full(found.shape, truth)
+            self._keep(found, value)
         return found
+
+    def _surely(self, name: str, args: tuple[Any, ...]) -> bool | None:
+        """What comparing a chance with a number comes to; None where that is open."""
+        if name not in _MORE | _LESS or len(args) != 2:
+            return None
+        of, version = self._drawn.get(id(args[0]), (None, 0))
+        chance, number = of() if of is not None else None, args[1]
+        if chance is None or chance is not args[0] or chance._version != version or isinstance(number, torch.Tensor):
+            return None
+        return None if 0 < number < 1 else (name in _MORE) == (number <= 0)
 
     def _given(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with values in the place of tensors; None where one is not known, or the result is not, though

@@ -152,10 +152,17 @@ def differentiated(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return squared(y * vmap(hessian(of))(x).sum(1)) * kept[0].sum().item()
 
 
+def chances(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A layer that is left out with a chance of 0, or of 1."""
+    y = y * 2 if torch.rand(1) > 0.0 and torch.rand(()) < 1 and torch.rand(1) >= 0 else y
+    y = y * 3 if torch.rand(1) < 0 or torch.rand_like(y[0, :1]) >= 1.0 else y
+    return squared(y)
+
+
 KNOWN = (branch, ordered, loop, pieces, slices, sizes, triangle, masks, written, places, selected, repeated, classes)
 
 
-@pytest.mark.parametrize("then", [*KNOWN, strided, changed, differentiated])
+@pytest.mark.parametrize("then", [*KNOWN, chances, strided, changed, differentiated])
 def test_what_follows_from_constants_is_known(then: Then) -> None:
     assert_equals_eager(*small(then))
 
@@ -231,6 +238,14 @@ def by_a_draw(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.sum() if torch.rand(3).sum() > 1 else -y.sum()
 
 
+def by_chance(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y.sum() if torch.rand(1) > 0.5 else -y.sum()
+
+
+def by_a_chance_that_is_changed(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return y.sum() if torch.rand(1).sub_(0.5) > 0 else -y.sum()
+
+
 def by_a_draw_like(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.sum() * torch.randn_like(torch.ones(3)).sum().item()
 
@@ -257,9 +272,10 @@ def by_an_array(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 CHANGED = (by_input, by_a_view, by_data, by_data_kept, by_what_is_detached, by_out, by_a_function_in_place)
 UNKNOWN = (by_a_cast, by_filling, by_a_draw, by_a_draw_like, by_dropout, by_memory_as_it_was, by_a_slice, by_a_list)
+CHANCE = (by_chance, by_a_chance_that_is_changed)
 
 
-@pytest.mark.parametrize("then", [*CHANGED, *UNKNOWN])
+@pytest.mark.parametrize("then", [*CHANGED, *UNKNOWN, *CHANCE])
 def test_what_may_be_another_value_in_another_step_is_not(then: Then) -> None:
     assert "may not depend on the values in a tensor" in refusal(*small(then))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,16 @@ def explained(func: Any) -> Iterator[None]:
             "a view that needs another memory format: a step's inputs and parameters are contiguous, never "
             "channels_last; use reshape"
         ) from e
+
+
+def refuse_sparse(found: Any, arguments: Iterable[Any]) -> None:
+    """What a call returned, and what it was given."""
+    tensors = [t for t in (found, *arguments) if isinstance(t, torch.Tensor)]
+    if isinstance(found, torch.Tensor) and any(t.layout != torch.strided for t in tensors):
+        raise RefusedError(
+            "a sparse tensor: make it with its zeros, torch.zeros(size).index_put(places, values), or add up a product "
+            "by its rows, torch.zeros(n, k).index_add(0, rows, values[:, None] * x[columns]),"
+        )
 
 
 def _refusing(why: str) -> Callable[..., NoReturn]:

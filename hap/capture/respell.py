@@ -36,7 +36,7 @@ from hap.capture.matrices import OF_MATRICES
 from hap.capture.memory import SET_DATA, set_data
 from hap.capture.outside import Outside
 from hap.capture.places import Place, as_mask, holds_places, places
-from hap.capture.refused import COUNTING, REFUSED, explained
+from hap.capture.refused import COUNTING, REFUSED, explained, refuse_sparse
 from hap.capture.routed import Owed, Routed
 from hap.capture.routes import Routes
 from hap.capture.rows import Rows
@@ -92,6 +92,7 @@ class Respelled(TorchFunctionMode):
         if found is None:
             with explained(func):
                 found = self.known.call(func, args, kwargs)
+            refuse_sparse(found, args)
             self._sames.note(func, args, kwargs, found)
             self._routes.note(func, args, kwargs, found)
         return found

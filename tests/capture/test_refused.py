@@ -49,9 +49,28 @@ def nests(module: Block, y: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor([y[0, :2], y[1]], layout=torch.jagged).values().sum()
 
 
+PLACES, ONES = torch.tensor([[0, 1], [2, 0]]), torch.ones(2)
+SPARSE = torch.sparse_coo_tensor(PLACES, ONES, (3, 3))
+
+
+def adds_to_few_places(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return (y + torch.sparse_coo_tensor(PLACES, y[0, :2], y.shape)).sum()
+
+
+def leaves_out_zeros(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return torch.sparse.mm(y.relu().to_sparse(), y.t()).sum()
+
+
+def multiplies_by_a_sparse_constant(module: Block, y: torch.Tensor) -> torch.Tensor:
+    return (SPARSE @ y.t()).sum()
+
+
 @pytest.mark.parametrize(
     ("then", "instead"),
     [
+        (adds_to_few_places, "torch.zeros(size).index_put(places, values)"),
+        (leaves_out_zeros, "make it with its zeros"),
+        (multiplies_by_a_sparse_constant, ".index_add(0, rows, values[:, None] * x[columns])"),
         (ascends, "use torch.autograd.grad there"),
         (ascends_by_a_function, "use torch.autograd.grad there"),
         (counts, "use one_hot(y, K).sum(0), with weights torch.zeros(K).index_add(0, y, weights)"),

@@ -71,6 +71,16 @@ class Root(nn.Module):
         """Without what raises for whoever looks at all attributes."""
         return [name for name in super().__dir__() if name != "_ddp_params_and_buffers_to_ignore"]
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_hap_model", lambda: None)()
+            if model is None or not (hasattr(type(model), name) or name in vars(model)):
+                raise
+            said = f"a compiled program has no {name!r}: ask the model, which has it, and, where it is to have the "
+            raise AttributeError(f"{said}program's values, model.load_state_dict(program.state_dict()) first") from None
+
     def __setattr__(self, name: str, value: Any) -> None:
         if "_hap_places" in self.__dict__:
             tables = (self.__dict__.get(t, {}) for t in ("_parameters", "_buffers", "_modules"))

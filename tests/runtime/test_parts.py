@@ -41,6 +41,9 @@ class Model(nn.Module):
             x = block(x)
         return self.head(self.batch(x)).square().mean()
 
+    def save_pretrained(self, directory: str) -> None:
+        raise NotImplementedError
+
 
 def built() -> nn.Module:
     torch.manual_seed(0)
@@ -119,6 +122,16 @@ def test_what_a_part_has_not_is_said() -> None:
     assert not hasattr(program.batch, "momentum")
     with pytest.raises(AttributeError, match=r"batch is a part of a compiled program: .* no 'reset_running_stats'"):
         torch.optim.swa_utils.update_bn([batch()], program)
+
+
+def test_what_its_model_has_and_the_program_has_not_is_said() -> None:
+    program = compiled(model := built())
+    model.config = {}
+    for name in ("save_pretrained", "config"):
+        with pytest.raises(AttributeError, match=rf"no '{name}': ask the model, .*load_state_dict"):
+            getattr(program, name)
+    with pytest.raises(AttributeError, match="object has no attribute 'nobody_has_it'"):
+        _ = program.nobody_has_it
 
 
 class Named(nn.Module):

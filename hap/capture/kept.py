@@ -196,7 +196,7 @@ def _contents(container: Any) -> dict[Any, Any]:
 
 def _is_data(value: Any) -> bool:
     """Of globals and classes nothing else is looked at, but functions for what they name themselves."""
-    return isinstance(value, (*_PLAIN, dict, list, deque, set, np.ndarray, itertools.count, _LRU)) or (
+    return isinstance(value, (*_PLAIN, dict, list, deque, set, np.ndarray, itertools.count, _LRU, nn.Module)) or (
         isinstance(value, types.FunctionType) and _is_users(value)
     )
 

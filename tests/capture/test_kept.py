@@ -279,6 +279,27 @@ def test_so_is_what_a_function_under_lru_cache_keeps(size) -> None:
     assert_equals_model(model)
 
 
+class Numbering(nn.Module):
+    """Keeps what it made of the first batch's size, as the loss of open_clip does."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = {}
+
+    def forward(self, y):
+        if not self.numbers:
+            self.numbers[y.device] = torch.arange(len(y), device=y.device) % y.shape[1]
+        return nn.functional.cross_entropy(y, self.numbers[y.device])
+
+
+NUMBERING = Numbering()
+
+
+def test_so_is_what_a_module_keeps_that_a_function_names_as_a_global() -> None:
+    graph = capture(nn.Linear(4, 4).double(), X, loss_fn=lambda y: NUMBERING(y))
+    assert [n.op for n in graph.nodes].count("constant") == 1 and not NUMBERING.numbers
+
+
 def a_sum(self):
     self.table = torch.ones(1, dtype=torch.float64) if self.table is None else self.table + 1
     return self.table

@@ -26,6 +26,11 @@ def model_state(model: nn.Module) -> ModelState:
     buffers = dict(model.named_buffers())
     first_names = {id(t): name for name, t in (*parameters.items(), *buffers.items())}
     everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    if new := [name for name, t in everything if id(t) not in first_names]:
+        raise CaptureError(
+            f"{new[0]} is another tensor whenever they are listed, as under PEFT's LoRA of nn.MultiheadAttention, "
+            "which merges weights in every call: adapt layers that are called themselves"
+        )
     tied = {name: first_names[id(t)] for name, t in everything if first_names[id(t)] != name}
     for name, parameter in parameters.items():
         _check(name, parameter, nn.Parameter)

@@ -268,6 +268,18 @@ def test_chance_that_every_step_would_share() -> None:
     assert first == torch.rand(()), "seeding is back"
 
 
+class Anew(nn.Linear):
+    """Makes its weight anew whenever modules are listed, as PEFT's LoRA of ``nn.MultiheadAttention`` does."""
+
+    def named_modules(self, *args: Any, **options: Any) -> Any:
+        self.weight = nn.Parameter(self.weight.data)
+        return super().named_modules(*args, **options)
+
+
+def test_parameters_that_are_made_anew_whenever_they_are_listed() -> None:
+    assert "weight is another tensor whenever they are listed" in refusal(Anew(3, 3), loss_fn=torch.sum)
+
+
 def test_parameters_that_are_no_plain_tensors() -> None:
     frozen = nn.Linear(3, 3).requires_grad_(False)
     shared = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))

@@ -28,17 +28,7 @@ import numpy as np
 import torch
 
 from hap.capture.outside import Outside
-from hap.capture.torch_private import (
-    ValuesWanted,
-    as_constant,
-    as_list,
-    as_traced,
-    has_values,
-    is_alias,
-    is_fake,
-    pytree,
-    untraced,
-)
+from hap.capture.torch_private import ValuesWanted, as_constant, as_list, has_values, is_alias, pytree, untraced
 
 MOST = 1 << 16  # elements: larger ones are hardly read
 _READING = frozenset({"item", "tolist", "is_nonzero", "equal", "allclose", "__contains__", "__format__"})
@@ -107,7 +97,7 @@ class Known:
             func = as_list
         before = [(t, t._version) for t in _tensors((args, kwargs))] if given is not None else []
         try:
-            found = _as_made(func(*args, **kwargs), (args, kwargs))
+            found = func(*args, **kwargs)
         except ValuesWanted:
             if given is not None:
                 return pytree.tree_map_only(torch.Tensor, self._constant, _computed(func, *given))
@@ -263,18 +253,6 @@ class Known:
             value = self.value(argument)
             return argument if value is None else _computed(torch.Tensor.item, (value,), {})
         return argument
-
-
-def _as_made(found: Any, arguments: Any) -> Any:
-    """A tensor that a call made of nothing but the user's own, as one that may be changed in place. None that shares
-    memory with theirs, which would be changed by it."""
-    if not isinstance(found, torch.Tensor) or not is_fake(found) or found._is_view():
-        return found
-    given = list(_tensors(arguments))
-    if not given or not all(map(has_values, given)):
-        return found
-    fakes = getattr(found, "fake_mode")  # noqa: B009
-    return found if any(is_alias(found, fakes.from_tensor(t)) for t in given) else as_traced(found)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

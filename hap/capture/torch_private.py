@@ -68,9 +68,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from hap.errors import CaptureError
 
 __all__ = [
-    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "as_traced",
-    "casts_for_cuda_on_cpu", "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "is_traced",
-    "no_trace", "pytree", "trace_joint", "untraced", "watch_clipping", "watch_optimizer_states", "watch_scaling",
+    "Fakes", "JointTrace", "OpOverload", "Role", "ValuesWanted", "as_constant", "as_list", "casts_for_cuda_on_cpu",
+    "current_pass", "get_decompositions", "has_values", "is_alias", "is_fake", "is_traced", "no_trace", "pytree",
+    "trace_joint", "untraced", "watch_clipping", "watch_optimizer_states", "watch_scaling",
 ]  # fmt: skip
 
 _OWN_LIST = FunctionalTensor.tolist
@@ -179,11 +179,6 @@ def casts_for_cuda_on_cpu() -> Iterator[None]:
 def as_constant(value: torch.Tensor) -> torch.Tensor:
     """Inside of a trace: this value as a constant of it."""
     return torch.ops.aten.lift_fresh_copy.default(value)
-
-
-def as_traced(fake: torch.Tensor) -> torch.Tensor:
-    """Inside of a trace: as one of its tensors, which may be changed in place."""
-    return FunctionalTensor.to_functional(fake)
 
 
 def is_added_to_grad(node: Any) -> bool | None:

@@ -2,7 +2,8 @@
 
 An index counts from the global start, so a tensor that is indexed is whole in its indexed dims, and so is what is
 written to by index. Rows that are each their own are no such dim: batches of masked autoencoders, or of sequences that
-are read at their last token, would be gathered from all ranks for nothing.
+are read at their last token, would be gathered from all ranks for nothing. What follows from constants alone, as masks
+do, is as it was written.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ _READS, _WRITES = "aten.index.Tensor", "aten.index_put.default"
 
 def spell_own_places(graph: Graph) -> Graph:
     """Two indices at adjacent dims, the first of which counts the rows of its dim, in the first dim of both."""
-    positions = {node.name: i for i, node in enumerate(graph.nodes)}
+    positions, given = {node.name: i for i, node in enumerate(graph.nodes)}, set[str]()
+    for node in graph.nodes:
+        if (node.is_source and node.op != "constant") or any(v.node in given for v in node.inputs):
+            given.add(node.name)
 
     def rule(node: Node, done: Rewritten) -> Expansion | None:
-        if node.op not in (_READS, _WRITES):
+        if node.op not in (_READS, _WRITES) or node.name not in given:
             return None
         x, indices, *rest = node.args
         at = [i for i, index in enumerate(indices) if index is not None]

@@ -255,3 +255,12 @@ def test_rows_in_another_order_are_read_by_index():
     found = case(Model(lambda y: y[ROWS.flip(0)[:, None], order(y)[:, :2]]), (BATCH, 4, WIDTH))
     assert [n for n in possible(found).graph.nodes if n.op == "aten.index.Tensor"]
     assert worst(found) <= TOLERANCE
+
+
+def test_what_follows_from_constants_is_read_by_index():
+    table = torch.arange(4.0 * BATCH).view(BATCH, 4)
+    found = case(
+        Model(lambda y: y[:, :2] * table.sin()[ROWS[:, None], torch.arange(1, 3)][..., None]), (BATCH, 4, WIDTH)
+    )
+    assert [n for n in possible(found).graph.nodes if n.op == "aten.index.Tensor"]
+    assert worst(found) <= TOLERANCE

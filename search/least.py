@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 
 import numpy as np
@@ -36,7 +36,6 @@ class Least:
 
     facts: Facts
     _curves: dict[Collective, Callable[[int], float]] = field(default_factory=dict)
-    _known: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _measured: dict[tuple[Collective, int], float] = field(default_factory=dict)
     _weights: dict[tuple[Collective, str], list[Array]] = field(default_factory=dict)
 
@@ -50,12 +49,10 @@ class Least:
     def seconds(self, kind: Collective, nbytes: int) -> float:
         if isinstance(self.facts.cluster, CalibratedCluster):
             return self._as_measured(kind, nbytes)
-        if (kind, nbytes) not in self._known:
-            if kind not in self._curves:
-                counts = attrgetter("in_memory") if kind == "all_to_all" else lambda stage: True
-                self._curves[kind] = least_curve(kind, self.facts.cluster, counts)
-            self._known[kind, nbytes] = self._curves[kind](nbytes)
-        return self._known[kind, nbytes]
+        if kind not in self._curves:
+            counts = attrgetter("in_memory") if kind == "all_to_all" else lambda stage: True
+            self._curves[kind] = least_curve(kind, self.facts.cluster, counts)
+        return self._curves[kind](nbytes)
 
     def _as_measured(self, kind: Collective, nbytes: int) -> float:
         """At just this size, as what was measured of a collective may bend anywhere; with weights found once."""
@@ -74,9 +71,7 @@ class Least:
         return self._measured.setdefault((kind, nbytes), min(found))
 
 
-def least_curve(
-    kind: Collective, cluster: ClusterSpec, counts: Callable[[Stage], bool]
-) -> Callable[[int], float]:
+def least_curve(kind: Collective, cluster: ClusterSpec, counts: Callable[[Stage], bool]) -> Callable[[int], float]:
     """Seconds of the latencies and of the stages that count, the least over all decompositions, by bytes.
 
     A stage's seconds are proportional to the bytes, so each is weighed once, rank by rank. The rest does not depend on
@@ -90,6 +85,7 @@ def least_curve(
         weighed = (stage_least_s(s, row_weights(s, classes)) for s in whole.stages if counts(s))
         per_byte[name] = sum(weighed) / UNIT_BYTES
 
+    @cache
     def seconds(nbytes: int) -> float:
         return min(
             collective_coefficients(kind, name, nbytes, source, target, kinds).constant_s + by * nbytes

@@ -114,12 +114,13 @@ def finest(chooser: Chooser, best: Found, met: Sequence[Found]) -> tuple[Found, 
     watch.look(f for f in _plainly(chooser, met[0] if met else best, best) if f.fits)
     least_s = watch.least_s
     family = (f for sharded in (False, True) for f in _family(chooser, least_s, sharded=sharded))
-    free = (f for sharded in (True, False) for f in _calls_free(chooser, sharded=sharded))
+    is_small = len(chooser.problem.choices.graph.nodes) <= SMALL
+    free = (f for sharded in ((True, False) if is_small else (True,)) for f in _calls_free(chooser, sharded=sharded))
     watch.look(f for f in (*family, *free) if f.fits)
     watch.look(f for f in _everywhere(chooser, watch.least_s) if f.fits)
     near = [t for t in watch.timed if t.seconds <= watch.least_s * (1 + TIE)]
     first = min(near, key=lambda t: (len(t.found.evaluation.conversions), t.seconds, t.found.cost))
-    if len(chooser.problem.choices.graph.nodes) <= SMALL:
+    if is_small:
         watch.look(f for f in _beginnings(chooser, watch.least_s) if f.fits)
         chooser.compared = [(t.seconds, t.found) for t in watch.timed]
     return inputs_dealt_out(chooser, *first)

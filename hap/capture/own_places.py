@@ -45,7 +45,11 @@ def spell_own_places(graph: Graph) -> Graph:
         flat = (*shape[:first], common[0], math.prod(common[1:]), *shape[first + 2 :])
         spelling = Spelling(node)
         spelling.metas.update({v: done.meta(v) for v in node.inputs})
-        index = _index(spelling, places, common, first, shape[first + 1], flat)
+        size, meta = shape[first + 1], done.meta(places)
+        known = constant_value(graph, positions, places) if places.node in positions else None
+        if node.op == _READS and known is not None and _counts_through(known, meta, common, size):
+            return Expansion(spelling.nodes, (_shaped(spelling, x, written),))
+        index = _index(spelling, places, common, first, size, flat)
         if node.op == _READS:
             read = spelling.call("aten.gather.default", (x, first + 1, index), TensorMeta(flat, node.meta.dtype))
             return Expansion(spelling.nodes, (_shaped(spelling, read, written),))
@@ -60,6 +64,14 @@ def spell_own_places(graph: Graph) -> Graph:
 def _counts(rows: torch.Tensor, common: tuple[int, ...]) -> bool:
     count = torch.arange(common[0]).view(-1, *(1,) * (len(common) - 1))
     return rows.dtype == torch.int64 and torch.equal(*torch.broadcast_tensors(rows, count))
+
+
+def _counts_through(places: torch.Tensor, meta: TensorMeta, common: tuple[int, ...], size: int) -> bool:
+    """Whether they are all places of each row in order, as in the masks of Hugging Face's transformers."""
+    alike = meta.shape if len(meta.shape) == len(common) else (1, *meta.shape)
+    if alike[0] != 1 or math.prod(common[1:]) != size:
+        return False
+    return torch.equal(places.expand(meta.shape).broadcast_to((1, *common[1:])).reshape(-1), torch.arange(size))
 
 
 def _index(spelling: Spelling, places: Value, common: Any, first: int, size: int, flat: tuple[int, ...]) -> Value:

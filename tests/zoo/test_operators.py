@@ -251,6 +251,18 @@ def test_what_rows_read_and_write_at_places_of_their_own_is_dealt_out_with_them(
     assert worst(found) <= TOLERANCE
 
 
+def test_all_places_of_all_rows_are_read_as_they_lie():
+    """As masks of Hugging Face's transformers read theirs."""
+    places = torch.arange(4)
+    found = case(Model(lambda y: y * y[ROWS.view(-1, 1, 1, 1), places.view(1, 1, 1, 4)][:, 0, 0]), (BATCH, 4, WIDTH))
+    assert not [n for n in possible(found).graph.nodes if "index" in n.op or "gather" in n.op]
+    assert worst(found) <= TOLERANCE
+    for others in (places.flip(0), places[:3].repeat_interleave(2)[:4]):
+        found = case(Model(lambda y, p=others: y * y[ROWS[:, None], p]), (BATCH, 4, WIDTH))
+        assert [n for n in possible(found).graph.nodes if n.op == "aten.gather.default"]
+        assert worst(found) <= TOLERANCE
+
+
 def test_rows_in_another_order_are_read_by_index():
     found = case(Model(lambda y: y[ROWS.flip(0)[:, None], order(y)[:, :2]]), (BATCH, 4, WIDTH))
     assert [n for n in possible(found).graph.nodes if n.op == "aten.index.Tensor"]

@@ -126,7 +126,7 @@ class Known:
         chance, number = of() if of is not None else None, args[1]
         if chance is None or chance is not args[0] or chance._version != version or isinstance(number, torch.Tensor):
             return None
-        return None if 0 < number < 1 else (name in _MORE) == (number <= 0)
+        return (name in _MORE) == (number <= 0) if number <= 0 or number >= 1 else None
 
     def _given(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The arguments with values in the place of tensors; None where one is not known, or the result is not, though

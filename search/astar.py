@@ -70,6 +70,7 @@ class Synthesis:
     start_bound_s: float
     expanded: int
     generated: int
+    fullness: float  # the part of the memory that it takes, where it takes most; 1 where all of them fit
 
     @property
     def proved(self) -> bool:
@@ -287,7 +288,12 @@ class Astar:
                     heapq.heappush(queue, (estimate, -child.depth, count, child, vector))
         else:
             bound = seconds
-        return Synthesis(_chain(best), seconds, bound, first, self.expanded, self.generated)
+        fullness = 1.0 if best is None else self._fullness(best)
+        return Synthesis(_chain(best), seconds, bound, first, self.expanded, self.generated, fullness)
+
+    def _fullness(self, state: State) -> float:
+        parts = (held / most for held, most in zip(state.held, self.theory.capacity_bytes, strict=True) if most > 0.0)
+        return max(parts, default=1.0)
 
     def _dive(self, state: State) -> tuple[State | None, float]:
         """Always to the child that the relaxation takes most of, of equals the one with the least estimate; where there
@@ -362,4 +368,4 @@ def choose(
         return None
     status = "optimal" if found.bound_s >= found.seconds * (1 - gap) else "state_limit"
     triples = sum(1 for _ in theory.triples())
-    return Choice(found.picks, found.seconds, found.bound_s, found.generated, triples, status)
+    return Choice(found.picks, found.seconds, found.bound_s, found.generated, triples, status, found.fullness)

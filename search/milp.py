@@ -73,8 +73,8 @@ class Priced(Protocol):
 @dataclass(frozen=True)
 class Choice:
     """A solved program: the option of every class, objective and proved bound in seconds, and what the solver did.
-    ``fullness``: the part of the memory it was asked for that it takes, where it takes most; 1 where that is not told,
-    by A*."""
+    ``fullness``: the part of the memory it was asked for that it takes, where it takes most; by A* 1 where whatever is
+    chosen fits."""
 
     picks: tuple[int, ...]
     objective_s: float

@@ -63,7 +63,7 @@ def test_memory_that_binds_is_obeyed_and_costs_time():
     found, other = astar.choose(tight, barriers=True), milp.choose(tight.tables.skeleton, tight, barriers=True)
     assert found.objective_s > loose.seconds
     assert found.objective_s == pytest.approx(other.objective_s, rel=1e-5)
-    assert found.fullness == 1.0 >= other.fullness > 0.8
+    assert 1.0 >= found.fullness == pytest.approx(other.fullness) and found.fullness > 0.8
     for below_s, none in ((found.objective_s * 1.01, False), (found.objective_s * 0.99, True)):
         chosen = (
             astar.choose(tight, barriers=True, below_s=below_s),

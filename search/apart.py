@@ -19,13 +19,13 @@ gathered beside the forward pass.
     parameter: S -> R, reader: R -> Y                     gathered
     reader: S -> Z, then Z -> Y;  the others: S -> R                                                           (reads)
 
+The one may be worth it only with the other: where terms go to shards in which the parameter is to lie, both are tried.
 Where to send what is made, or made of, takes no less than to send the term or the parameter, nothing is tried. The
 shortest as run is taken.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -91,7 +91,9 @@ def _terms(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterato
             for made in _made_in(problem, best, term, to):
                 for placed in candidates[node.name]:
                     if placed.outputs[0] in (to, home):
-                        yield {adds.name: option, **made, **passing, node.name: placed}
+                        apart = {adds.name: option, **made, **passing, node.name: placed}
+                        yield apart
+                        yield from ({**apart, **read} for read in _served(problem, best, node, placed, worth_s))
 
 
 def _uncast(graph: Graph, value: Value) -> tuple[Value, tuple[Node, ...]]:
@@ -134,24 +136,36 @@ def _made_in(problem: Problem, best: Found, term: Value, to: Placement) -> Itera
 
 
 def _reads(problem: Problem, best: Found, node: Node, worth_s: float) -> Iterator[Mapping[str, Strategy]]:
-    """The strategies that change if one of a parameter's readers computes with shards; none where it has no other, or
-    the parameter is gathered in less than ``worth_s``."""
-    graph, candidates, value = problem.choices.graph, problem.facts.candidates, Value(node.name, 0)
+    """The strategies that change if one of a parameter's readers computes with shards."""
+    for placed in problem.facts.candidates[node.name]:
+        for read in _served(problem, best, node, placed, worth_s):
+            yield {**read, node.name: placed}
+
+
+def _served(
+    problem: Problem, best: Found, node: Node, placed: Strategy, worth_s: float
+) -> Iterator[Mapping[str, Strategy]]:
+    """The strategy of one of a parameter's readers that computes with the shards in which it is ``placed``; none where
+    it has no other, or the parameter is gathered in less than ``worth_s``."""
+    graph, candidates = problem.choices.graph, problem.facts.candidates
+    value, home = Value(node.name, 0), placed.outputs[0]
     users = graph.users.get(value, ())
-    for reader, place in users if 1 < len(users) <= MOST_READERS else ():
+    if not isinstance(home, Shard) or not 1 < len(users) <= MOST_READERS:
+        return
+    for reader, place in users:
         now = best.strategies[reader.name]
         if is_view(reader) or len(reader.outputs) > 1 or now.inputs[place] != REPLICATE:
             continue
-        for placed, option in itertools.product(candidates[node.name], candidates[reader.name]):
-            home, made, wanted = placed.outputs[0], option.outputs[0], now.outputs[0]
-            if not isinstance(home, Shard) or option.inputs[place] != home:
+        for option in candidates[reader.name]:
+            if option.inputs[place] != home:
                 continue
+            made, wanted = option.outputs[0], now.outputs[0]
             assert made is not None and wanted is not None
             sizes = sizes_with(problem, best, {node.name: placed, reader.name: option})
             gathered_s = _seconds(problem, sizes, value, home, REPLICATE)
             sent_s = _sent_s(problem, best, sizes, reader, option, but=place)
             if max(worth_s, sent_s + _seconds(problem, sizes, Value(reader.name, 0), made, wanted)) < gathered_s:
-                yield {reader.name: option, node.name: placed}
+                yield {reader.name: option}
 
 
 def _sent_s(

@@ -104,6 +104,17 @@ def test_the_first_reader_of_shards_computes_with_them(monkeypatch: pytest.Monke
     assert found.strategies[reader].inputs[0] == found.strategies["p_words_weight"].outputs[0] != REPLICATE
 
 
+def test_terms_in_shards_and_a_reader_that_computes_with_them_go_together() -> None:
+    """The one without the other is longer."""
+    search, best, best_s = data_parallel()
+    graph, found_s = large().graph, or_apart(search, best, best_s)[1]
+    (reader,) = (n.name for n in graph.nodes if n.op == "aten.embedding.default")
+    ways = list(_terms(search.problem, best, words(graph), 0.0))
+    steps = [(as_run_s(search.chooser, changed(search.problem, best, way)), way) for way in ways]
+    assert min(s for s, _ in steps) == found_s
+    assert {reader in way for s, way in steps if s < 1.01 * found_s} == {True}
+
+
 def test_the_planner_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_graph(large(), SLOW, pins=Pins(placements=DEALT_OUT))
     assert plan.strategy(sum_of(large().graph)).outputs != (PARTIAL,)

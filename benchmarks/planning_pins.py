@@ -14,7 +14,7 @@ import argparse
 import random
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -148,18 +148,27 @@ class Row:
         return self.run_s / self.pinned_s[self.shortest] - 1
 
 
+def pinned_s(
+    found: Choices, on: ClusterSpec, pins: Iterable[tuple[str, Mapping[str, str]]], case: str
+) -> dict[str, float]:
+    """By pin the step as run, in seconds, of those that ``case`` can be planned with."""
+    seconds = dict[str, float]()
+    for name, placements in pins:
+        try:
+            seconds[name] = plan_graph(found, on, pins=Pins(placements=placements)).predicted.as_run_s
+        except HapError as e:
+            print(f"{case}, {name}: {e}", flush=True)
+    return seconds
+
+
 def compared(seed: int) -> Row:
     draw = random.Random(seed)
     (what, found), on = drawn_model(draw), drawn_cluster(draw)
-    plan, pinned_s = plan_graph(found, on), dict[str, float]()
-    for name, placements in PINS.items():
-        try:
-            pinned_s[name] = plan_graph(found, on, pins=Pins(placements=placements)).predicted.as_run_s
-        except HapError as e:
-            print(f"seed {seed}, {name}: {e}", flush=True)
+    plan = plan_graph(found, on)
     counts = Counter((d.host, f"{d.tflops['float32']:g}") for d in on.devices)
     hosts = ", ".join(f"{count} x {speed} TFLOP/s" for (_, speed), count in counts.items())
-    return Row(seed, what, f"{on.backend}, {hosts}", plan.predicted.as_run_s, pinned_s)
+    pinned = pinned_s(found, on, PINS.items(), f"seed {seed}")
+    return Row(seed, what, f"{on.backend}, {hosts}", plan.predicted.as_run_s, pinned)
 
 
 def main() -> None:

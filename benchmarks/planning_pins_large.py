@@ -56,7 +56,10 @@ class Row:
 
 def pins_of(graph: Graph) -> Iterator[tuple[str, Mapping[str, str]]]:
     """By name: those of ``planning_pins.py``, then those of every kind of weight."""
-    yield from PINS.items()
+    inputs = "args" if any(n.target.startswith("args") for n in graph.sources("input")) else "kwargs"
+    for placements in PINS.values():
+        named = {pattern.replace("args", inputs): placement for pattern, placement in placements.items()}
+        yield ", ".join(f"{pattern}: {placement}" for pattern, placement in named.items()), named
     weights = [n for n in graph.sources("parameter") if len(n.meta.shape) > 1]
     for kind in dict.fromkeys(re.sub(r"\.\d+\.", ".*.", n.target) for n in weights):
         for placement in PLACEMENTS:

@@ -19,7 +19,8 @@ are nowhere smaller than another's is dominated and dropped (``_Frontier``). A s
 the least that the other nodes hold) is dropped too. So the first finished state that comes out of the queue is optimal.
 
 Ties go to the deeper state, then to the one found first; nothing else decides, so a result is the same every time. A
-first dive, along the options that the relaxation takes, gives the upper bound that later states must beat.
+first dive, along the options that the relaxation takes, and where memory binds a beam give the upper bound that later
+states must beat, and what is found where there are too many of them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from hap.search.tables import Prices
 from hap.search.theory import Clock, Cost, Theory, Vector, background_theory, bill_prices
 
 STATES = 1_000_000  # expanded at most
+BEAM = 64  # states
 LOOK = 200  # states expanded between two looks at whether the search is to end
 Open = dict[int, tuple[int, Copies]]  # tensor -> (place, or -1 while it is not made; copies)
 UNMADE = -1
@@ -263,7 +265,7 @@ class Astar:
         best is proved within ``gap``."""
         begin = self.start()
         bound = first = self.estimate(begin)
-        best, seconds = self._dive(begin)
+        best, seconds = min((self._dive(begin), self._beam(begin)), key=lambda found: found[1])
         if seconds >= below_s:
             best, seconds = None, below_s
         queue: list[tuple[float, int, int, State, Vector]] = [(first, 0, 0, begin, ())]
@@ -290,6 +292,19 @@ class Astar:
             bound = seconds
         fullness = 1.0 if best is None else self._fullness(best)
         return Synthesis(_chain(best), seconds, bound, first, self.expanded, self.generated, fullness)
+
+    def _beam(self, state: State) -> tuple[State | None, float]:
+        """The best of those that are left where of every depth the ``BEAM`` states with the least estimates go on;
+        where memory binds, as it is there that a dive ends before the end."""
+        states = [state] if self.binding else []
+        for _ in range(self.size):
+            frontier, children = _Frontier(), list[tuple[float, int, State]]()
+            for child in (child for one in states for child in self.expand(one)):
+                if frontier.admits(self.key(child), child.ready + child.held):
+                    children.append((self.estimate(child), len(children), child))
+            states = [child for _, _, child in heapq.nsmallest(BEAM, children)]
+        best = min(states, key=lambda one: max(one.ready), default=None)
+        return best, inf if best is None else max(best.ready)
 
     def _fullness(self, state: State) -> float:
         parts = (held / most for held, most in zip(state.held, self.theory.capacity_bytes, strict=True) if most > 0.0)

@@ -64,6 +64,8 @@ def test_memory_that_binds_is_obeyed_and_costs_time():
     assert found.objective_s > loose.seconds
     assert found.objective_s == pytest.approx(other.objective_s, rel=1e-5)
     assert 1.0 >= found.fullness == pytest.approx(other.fullness) and found.fullness > 0.8
+    at_once = astar.choose(tight, barriers=True, nodes=1)  # before any state is looked at: by the beam, not by the dive
+    assert at_once is not None and at_once.objective_s == found.objective_s
     for below_s, none in ((found.objective_s * 1.01, False), (found.objective_s * 0.99, True)):
         chosen = (
             astar.choose(tight, barriers=True, below_s=below_s),

@@ -246,6 +246,19 @@ def planning_proofs(body: Body) -> str:
     return "\n\n".join([markdown_table(columns, rows), source, *_runs("planning_proofs", body)])
 
 
+def planning_pins_large(body: Body) -> str:
+    """Whether a pin that a user might try is worth something."""
+    f = body["figures"]
+    words = (
+        f"What a bound leaves open, pins may show: {f['plans with a pin']:.0f} plans of {f['cases']:.0f} cases to 128 "
+        "devices, of which none is left out, are made with one more decision taken beforehand: data parallel, all in "
+        "shards, or one kind of weight whole or in shards. As run "
+        f"{f['a pin is shorter by over 1 %']:.0f} of them are shorter than the search's own by over 1%, by at most "
+        f"{f['worst']:.1%}."
+    )
+    return f"{words}\n\n{_source('planning_pins_large', body)}"
+
+
 def _percent(gap: float | None) -> str:
     return "" if gap is None else f"{gap:.1%}"
 
@@ -299,6 +312,7 @@ SECTIONS: Mapping[str, Callable[[Body], str]] = {
     "planning": planning,
     "planning_quick": planning_quick,
     "planning_proofs": planning_proofs,
+    "planning_pins_large": planning_pins_large,
     "accuracy": accuracy,
     "collectives": collectives,
 }

@@ -72,7 +72,7 @@ def _batch(batch: Sequence[Message], buffer: torch.Tensor, rank: int, group: dis
         work.wait()
     for m, part in landed:
         if m.adds:
-            buffer[m.start : m.stop] += part
+            buffer[m.start : m.stop].add_(part)
 
 
 def _landing(m: Message, buffer: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _landing(m: Message, buffer: torch.Tensor) -> torch.Tensor:
 def _take(m: Message, part: torch.Tensor, work: dist.Work, buffer: torch.Tensor) -> None:
     work.wait()
     if m.adds:
-        buffer[m.start : m.stop] += part
+        buffer[m.start : m.stop].add_(part)
 
 
 def swap(

@@ -19,18 +19,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import torch.distributed as dist
 
 from benchmarks.common import Report, Spread, parse
 from hap.codegen.layout import Layout
 from hap.plan import Collective
-from hap.runtime.transfer import Here, Layouts, transfer
+from hap.runtime.transfer import Layouts, transfer
 
 NAME = "packing"
 RANK = 1  # whose part is timed
@@ -83,18 +81,16 @@ class Case:
         return self.as_run(mine, list(zip(here, there, strict=True)), came), self.by_pieces(mine, there, came)
 
     def as_run(self, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], came: torch.Tensor) -> Run:
-        """``came``: put where ``move`` puts it."""
-        here = Here(cast(dist.ProcessGroup, None), RANK, len(self.atoms))  # nothing is moved
+        """``came``: what ``move`` would give."""
+        made = transfer(self.kind, RANK, len(self.atoms), values, layouts, WAYS[self.kind], {})
+        summed = self.kind == "reduce_scatter"
 
         def run() -> list[torch.Tensor]:
-            made = cast(Any, transfer(self.kind, here, values, layouts, WAYS[self.kind], {}))
-            made.pack()
-            sent = [] if self.kind == "all_gather" else [made.flat]  # of which this rank has its own part only
-            if self.kind == "reduce_scatter":
-                made.mine = came
-            else:
-                made.flat = came.view(torch.uint8)
-            return [*sent, *made.unpack()]
+            sent = made.pack(values)
+            results = made.unpack(came if summed else came.view(torch.uint8))
+            if self.kind == "all_gather":
+                return results  # of what is sent this rank has its own part only
+            return [sent, *results]
 
         return run
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -39,7 +39,7 @@ from hap.plan import Collective
 from hap.runtime.exchange import as_bytes
 from hap.runtime.lane import Lane, StreamLane, ThreadLane, Ticket
 from hap.runtime.leaving import pause_at_exit
-from hap.runtime.transfer import Here, Indices, Layouts, Transfer, find_indices, transfer
+from hap.runtime.transfer import Indices, Layouts, Transfer, find_indices, may_be_read_later, transfer
 
 if TYPE_CHECKING:
     from hap.run_record import Part, Scope
@@ -52,16 +52,31 @@ CHECK_VARIABLE = "HAP_CHECK_COLLECTIVES"
 
 
 class Pending:
-    """A collective under way: what ``start`` gives and ``wait`` takes."""
+    """A collective under way: what ``start`` gives and ``wait`` takes. ``sent`` is dropped once nobody reads it any
+    more: ``wait`` is of gradients at the end of the backward pass."""
 
-    def __init__(
-        self,
-        found: Transfer | None,
-        results: list[torch.Tensor] | None,
-        ticket: Ticket | None,
-        entry: Entry | None = None,
-    ) -> None:
-        self.transfer, self.results, self.ticket, self.entry = found, results, ticket, entry
+    def __init__(self, found: Transfer, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self.transfer, self.group = found, group
+        self.sent: torch.Tensor | None = sent
+        self.came: torch.Tensor | None = None
+        self.ticket: Ticket | None = None
+        self.entry: Entry | None = None
+
+    def begin(self) -> Ticket:
+        assert self.sent is not None
+        work, self.came = self.transfer.begin(self.sent, self.group)
+        return work
+
+    def move(self) -> None:
+        assert self.sent is not None
+        self.came = self.transfer.move(self.sent, self.group)
+        if not may_be_read_later(self.sent):
+            self.sent = None
+
+    def unpack(self) -> list[torch.Tensor]:
+        came, self.sent, self.came = self.came, None, None
+        assert came is not None, "waited for twice"
+        return self.transfer.unpack(came)
 
 
 class Pace(Protocol):
@@ -110,7 +125,8 @@ class Communicator:
         self._lanes: list[tuple[Lane, dist.ProcessGroup]] = []
         self._groups: list[dist.ProcessGroup] = []  # of calls begun by this thread
         self._started = self._begun = 0  # the same numbers on every rank
-        self._fitting: set[tuple[object, ...]] = set()  # calls whose pieces were found to have the layout's extents
+        self._fitting: set[tuple[object, ...]] = set()  # values that were found to have the layout's extents
+        self._known: dict[tuple[object, ...], Transfer] = {}  # by call
         if group is not None and self.device.type != "cuda":
             pause_at_exit()
 
@@ -118,10 +134,14 @@ class Communicator:
         """Itself: a rank has one end, whoever talks through it."""
         return self
 
-    @contextmanager
-    def wire(self, entry: Entry | None = None) -> Iterator[None]:
+    def wire(self, entry: Entry | None = None) -> AbstractContextManager[None]:
         """Around what is sent and received; packing, joining and summing are compute. ``entry``: the recorder's, of
         what it was told of; of anything else it notes the scope."""
+        observed = self.observers.pace is not None or self.observers.recorder is not None
+        return self._observed(entry) if observed else nullcontext()
+
+    @contextmanager
+    def _observed(self, entry: Entry | None) -> Iterator[None]:
         pace, recorder = self.observers.pace, self.observers.recorder
         if pace is not None:
             pace.settle()
@@ -181,43 +201,42 @@ class Communicator:
         Nothing for ``all_reduce``, (source, target) for ``all_to_all``, else one layout. Sums need one dtype.
         """
         found = self._prepare(kind, values, layouts, decomposition)
-        if found is None:
+        if self.group is None:
             return [value.contiguous() for value in values]
-        found.pack()
+        sent = found.pack(values)
         with self.wire(self._recorded(kind, values, layouts, decomposition, started=False)):
-            found.move()
-        return found.unpack()
+            came = found.move(sent, self.group)
+        return found.unpack(came)
 
     def start(
         self, kind: Collective, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], decomposition: str
-    ) -> Pending:
-        """``together``, left running. The values must not be written until ``wait``. The first call is collective.
+    ) -> Pending | list[torch.Tensor]:
+        """``together``, left running: for ``wait``. The values must not be written until then. The first call is
+        collective.
 
         In check mode it is complete when this returns: ranks are compared before each collective.
         """
         if self.check or self.group is None:
-            return Pending(None, self.together(kind, values, layouts, decomposition), None)
+            return self.together(kind, values, layouts, decomposition)
         found = self._prepare(kind, values, layouts, decomposition)
-        assert found is not None
         begins = found.begins and self.device.type != "cuda"
         lane, group = (None, self._next_group()) if begins else self._next_lane()
-        found.here = replace(found.here, group=group)
-        found.pack()
-        entry = self._recorded(kind, values, layouts, decomposition, started=True)
+        pending = Pending(found, found.pack(values), group)
+        entry = pending.entry = self._recorded(kind, values, layouts, decomposition, started=True)
         recorder = self.observers.recorder
-        move = found.move if entry is None or recorder is None else recorder.moved(entry, found.move)
+        move = pending.move if entry is None or recorder is None else recorder.moved(entry, pending.move)
         with self.wire(entry):
-            return Pending(found, None, found.begin() if lane is None else lane.submit(move), entry)
+            pending.ticket = pending.begin() if lane is None else lane.submit(move)
+        return pending
 
-    def wait(self, pending: Pending) -> list[torch.Tensor]:
+    def wait(self, pending: Pending | list[torch.Tensor]) -> list[torch.Tensor]:
         """The results of what was started. Once."""
-        if pending.results is not None:
-            return pending.results
-        assert pending.transfer is not None and pending.ticket is not None, "waited for twice"
+        if isinstance(pending, list):
+            return pending
+        assert pending.ticket is not None
         with self.wire(pending.entry):
             pending.ticket.wait()
-        found, pending.transfer = pending.transfer, None
-        return found.unpack()
+        return pending.unpack()
 
     def finish(self) -> None:
         """Wait for what a step leaves under way until its end: here, nothing."""
@@ -258,24 +277,23 @@ class Communicator:
         values: Sequence[torch.Tensor],
         layouts: Sequence[Layouts],
         decomposition: str,
-    ) -> Transfer | None:
-        """Checked and ready to pack; None where there is nobody to talk to."""
-        call = (kind, decomposition, *((value.shape, value.dtype) for value in values), *map(tuple, layouts))
-        if self.check or call not in self._fitting:
+    ) -> Transfer:
+        """Checked. The same for every call on values of the same shapes, dtypes and layouts."""
+        shapes, dtypes = tuple([value.shape for value in values]), tuple([value.dtype for value in values])
+        call = (kind, decomposition, shapes, dtypes, tuple(layouts))
+        if self.check or call not in self._known:
             for value, found in zip(values, layouts, strict=True):
                 held = found[0] if kind in ("all_gather", "all_to_all") else None
                 self._verify(kind, decomposition, value, tuple(found), held)
-            if kind in ("all_reduce", "reduce_scatter") and len({v.dtype for v in values}) > 1:
+                if kind == "all_to_all" and found[0].dim == found[1].dim and tuple(found) not in self._routes:
+                    source, target = found
+                    indices = find_indices(source, target, self.rank, self.world_size, value.device)
+                    self._routes[source, target] = indices
+            if kind in ("all_reduce", "reduce_scatter") and len(set(dtypes)) > 1:
                 raise ProgramError(f"{kind}: sums of several dtypes cannot go together")
-            self._fitting.add(call)
-        if self.group is None:
-            return None
-        for value, found in zip(values, layouts, strict=True):
-            if kind == "all_to_all" and found[0].dim == found[1].dim and tuple(found) not in self._routes:
-                source, target = found
-                self._routes[source, target] = find_indices(source, target, self.rank, self.world_size, value.device)
-        here = Here(self.group, self.rank, self.world_size)
-        return transfer(kind, here, values, layouts, decomposition, self._routes)
+            place = (self.rank, self.world_size)
+            self._known[call] = transfer(kind, *place, values, layouts, decomposition, self._routes)
+        return self._known[call]
 
     def _recorded(
         self,

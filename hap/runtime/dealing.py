@@ -67,12 +67,12 @@ def dealt(whole: torch.Tensor, layout: Layout, *, new: bool = True) -> torch.Ten
 
 def joined(flat: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
     """The whole value, contiguous, of all pieces; ``shape``: of any piece. A view of ``flat`` if they are in order."""
-    whole_shape, few = _shapes(layout, tuple(shape))
-    if few:
-        return joined_of(flat.split(lengths(layout, shape)), layout, shape)
-    if is_in_order(layout, whole_shape):
-        return flat.view(whole_shape)
-    whole = flat.new_empty(whole_shape)
+    how = _joining(layout, tuple(shape))
+    if how.few:
+        return joined_of(flat.split_with_sizes(how.lengths), layout, shape)
+    if how.in_order:
+        return flat.view(how.shape)
+    whole = flat.new_empty(how.shape)
     for view in _views(layout, whole.shape, whole.stride()):
         part = flat[view.start : view.stop].view(view.shape)
         whole.as_strided(view.shape, view.stride, view.offset).copy_(part)
@@ -81,20 +81,30 @@ def joined(flat: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Te
 
 def joined_of(pieces: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int]) -> torch.Tensor:
     """The same, new, of every rank's piece, flat."""
-    few = _shapes(layout, tuple(shape))[1]
+    few = _joining(layout, tuple(shape)).few
     if few:
         return torch.cat([piece.view(local) for piece, local in zip(pieces, few, strict=True)], layout.dim)
     return joined(torch.cat(list(pieces)), layout, shape)
 
 
+class _Joining(NamedTuple):
+    """``shape``: of the whole value. ``few``: shapes of the pieces that ``torch.cat`` puts together, none unless they
+    are few and not in order. ``lengths``: of every piece."""
+
+    shape: tuple[int, ...]
+    in_order: bool
+    few: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+
+
 @lru_cache(maxsize=4096)
-def _shapes(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Of the whole value; and of the pieces that ``torch.cat`` puts together: none unless they are few and not in
-    order. ``shape``: of any piece."""
+def _joining(layout: Layout, shape: tuple[int, ...]) -> _Joining:
+    """``shape``: of any piece."""
     whole, ranks = layout.whole_shape(shape), len(layout.sizes)
-    if layout.outer > 1 or ranks > FEW or is_in_order(layout, whole):
-        return whole, ()
-    return whole, tuple(layout.local_shape(shape, rank) for rank in range(ranks))
+    in_order = is_in_order(layout, whole)
+    few = layout.outer == 1 and ranks <= FEW and not in_order
+    shapes = tuple(layout.local_shape(shape, rank) for rank in range(ranks)) if few else ()
+    return _Joining(whole, in_order, shapes, lengths(layout, shape))
 
 
 class _View(NamedTuple):

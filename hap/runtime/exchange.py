@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from hap.runtime.dealing import runs_of
 
-Shape = tuple[int, ...]
 # torch 2.13 renamed these two and warns of the old names, which are all that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -42,8 +41,10 @@ def gather_by_exchange(flat: torch.Tensor, lengths: Sequence[int], group: dist.P
 def gather_padded(mine: torch.Tensor, lengths: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """The flat tensor of all ranks, by one ``all_gather_single`` of buffers padded to the longest."""
     longest = max(lengths)
-    padded = mine.new_zeros(longest)
-    padded[: mine.numel()] = mine
+    padded = mine
+    if mine.numel() < longest:
+        padded = mine.new_zeros(longest)
+        padded[: mine.numel()] = mine
     received = mine.new_empty(longest * len(lengths))
     all_gather_single(received, padded, group=group)
     if all(n == longest for n in lengths):
@@ -107,9 +108,3 @@ def as_bytes(piece: torch.Tensor) -> torch.Tensor:
     if flat.numel() <= 1:
         flat = flat.as_strided(flat.shape, (1,))  # a view, since a broadcast writes here
     return flat.view(torch.uint8)
-
-
-def from_bytes(raw: torch.Tensor, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """The bytes as a tensor; copied only where an odd offset forbids the view."""
-    aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
-    return aligned.view(dtype).reshape(shape)

@@ -1,10 +1,10 @@
 """A collective on one or several values at once, in three steps: pack (compute), move (wire), unpack (compute).
 
 Packing lays what every rank needs of this rank's values one after another in one flat tensor, so that a *bundle* of
-values takes as many messages as one value does. Partial sums are not held any longer then. ``move`` touches nothing but
-that tensor and the process group, so it may run beside the program; what it sends is kept until ``unpack``, as on a GPU
-another stream may be reading it when ``move`` returns, and its memory would go back to the program's. The values of a
-bundle have one device, and one dtype where sums are made.
+values takes as many messages as one value does. ``move`` touches nothing but that tensor and the process group, so it
+may run beside the program; what it sends is kept until ``unpack`` where another stream may be reading it when ``move``
+returns, as its memory would go back to the program's. The values of a bundle have one device, and one dtype where sums
+are made. What follows from shapes and dtypes is found once: the steps of a training run make the same calls.
 """
 
 from __future__ import annotations
@@ -28,30 +28,25 @@ from hap.runtime.schedule import Message, gather_messages, reduce_messages, scat
 Layouts = tuple[Layout, ...]  # of one value: none for all_reduce, (source, target) for all_to_all, else one
 
 
-@dataclass(frozen=True)
-class Here:
-    """This rank's place in its process group. No named tuple: torch 2.11's ``torch.compile`` loses those it made."""
-
-    group: dist.ProcessGroup
-    rank: int
-    world_size: int
-
-
 class Transfer(Protocol):
-    """One collective call. Called once each, in this order; ``begin`` or ``move``."""
+    """One rank's part in all collective calls of one kind on values of the same shapes and dtypes: nothing of any one
+    call is in it, so several may be under way."""
 
-    here: Here
     begins: bool  # whether one call of the backend's moves all; the same on every rank
 
-    def pack(self) -> None: ...
-
-    def begin(self) -> dist.Work:
-        """Start moving, by the one call; done when what is returned has been waited for."""
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What is sent: flat, and maybe a value's own memory."""
         ...
 
-    def move(self) -> None: ...
+    def begin(self, sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+        """Start moving, by the one call; what comes is there when the first of these has been waited for."""
+        ...
 
-    def unpack(self) -> list[torch.Tensor]: ...
+    def move(self, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """What has come."""
+        ...
+
+    def unpack(self, came: torch.Tensor) -> list[torch.Tensor]: ...
 
 
 class _InSteps:
@@ -59,7 +54,7 @@ class _InSteps:
 
     begins = False
 
-    def begin(self) -> dist.Work:
+    def begin(self, sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
         raise AssertionError("no single call moves this")
 
 
@@ -67,128 +62,112 @@ class Gather(_InSteps):
     """``all_gather``: pieces -> whole values. Bytes, so any mixture of dtypes; where there is one, values are laid out
     and taken apart in it, with a few calls for each instead of several for each piece."""
 
-    sent: torch.Tensor | None = None  # kept until unpack
-
-    def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
-        self.here, self.how, self.values = here, how, values
+    def __init__(self, rank: int, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
+        self.how = how
         dtypes = {value.dtype for value in values}
         self.dtype = dtypes.pop() if len(dtypes) == 1 else None
-        self.layouts = [found for (found,) in layouts]
-        self.nbytes = [
-            [n * value.itemsize for n in _lengths(layout, tuple(value.shape))]
-            for value, layout in zip(values, self.layouts, strict=True)
+        self.forms = [
+            (layout, tuple(value.shape), value.dtype) for value, (layout,) in zip(values, layouts, strict=True)
         ]
-        self.lengths = [sum(column) for column in zip(*self.nbytes, strict=True)]
+        nbytes = [[n * dtype.itemsize for n in dealing.lengths(layout, shape)] for layout, shape, dtype in self.forms]
+        self.lengths = [sum(column) for column in zip(*nbytes, strict=True)]
+        self.mine = _own(self.lengths, rank)
+        unit = 1 if self.dtype is None else self.dtype.itemsize
+        self.parts = [n // unit for row in zip(*nbytes, strict=True) for n in row]  # as they come
 
-    def pack(self) -> None:
-        if self.dtype is not None and len(self.values) > 1:
-            mine = exchange.as_bytes(torch.cat([value.reshape(-1) for value in self.values]))
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(values) == 1:
+            mine = exchange.as_bytes(values[0])
+        elif self.dtype is not None:
+            mine = exchange.as_bytes(torch.cat([value.reshape(-1) for value in values]))
         else:
-            parts = [exchange.as_bytes(value) for value in self.values]
-            mine = parts[0] if len(parts) == 1 else torch.cat(parts)
+            mine = torch.cat([exchange.as_bytes(value) for value in values])
         if self.how == "padded":
-            self.flat = mine
-            return
-        start = sum(self.lengths[: self.here.rank])
-        self.flat = mine.new_empty(sum(self.lengths))
-        self.flat[start : start + mine.numel()] = mine
+            return mine
+        flat = mine.new_empty(sum(self.lengths))
+        flat[self.mine] = mine
+        return flat
 
-    def move(self) -> None:
-        here, lengths = self.here, self.lengths
+    def move(self, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if self.how == "padded":
+            return exchange.gather_padded(sent, self.lengths, group)
         if self.how == "all_to_all":
-            exchange.gather_by_exchange(self.flat, lengths, here.group)
+            exchange.gather_by_exchange(sent, self.lengths, group)
         elif self.how == "broadcast":
-            exchange.gather_by_broadcast(self.flat, lengths, here.group)
-        elif self.how == "padded":
-            self.sent = self.flat
-            self.flat = exchange.gather_padded(self.sent, lengths, here.group)
+            exchange.gather_by_broadcast(sent, self.lengths, group)
         else:
-            perform(_gather_schedule(self.how, tuple(lengths)), self.flat, here.group)
+            perform(_gather_schedule(self.how, tuple(self.lengths)), sent, group)
+        return sent
 
-    def unpack(self) -> list[torch.Tensor]:
-        self.sent = None
-        if len(self.values) == 1:
-            (value,), (layout,) = self.values, self.layouts
-            flat = exchange.from_bytes(self.flat, value.dtype, (-1,))
-            return [dealing.joined(flat, layout, value.shape)]
+    def unpack(self, came: torch.Tensor) -> list[torch.Tensor]:
+        if len(self.forms) == 1:
+            ((layout, shape, dtype),) = self.forms
+            return [dealing.joined(came.view(dtype), layout, shape)]
+        own = _by_value(came if self.dtype is None else came.view(self.dtype), self.parts, len(self.forms))
         if self.dtype is not None:
-            parts = _by_value(self.flat.view(self.dtype), self.nbytes)
-            return [
-                dealing.joined_of(own, layout, value.shape)
-                for own, value, layout in zip(parts, self.values, self.layouts, strict=True)
-            ]
+            return [dealing.joined_of(pieces, of[0], of[1]) for pieces, of in zip(own, self.forms, strict=True)]
         return [  # pieces alone might begin where their dtype cannot
-            dealing.joined(torch.cat(own).view(value.dtype), layout, value.shape)
-            for own, value, layout in zip(_by_value(self.flat, self.nbytes), self.values, self.layouts, strict=True)
+            dealing.joined(torch.cat(pieces).view(dtype), layout, shape)
+            for pieces, (layout, shape, dtype) in zip(own, self.forms, strict=True)
         ]
 
 
 class Reduce:
     """``all_reduce``: partial sums -> sums, everywhere."""
 
-    def __init__(self, here: Here, values: Sequence[torch.Tensor], how: str) -> None:
-        self.here, self.how, self.values = here, how, values
-        self.shapes = [value.shape for value in values]
-        self.begins = how == "ring" and any(value.numel() for value in values)
+    def __init__(self, world_size: int, values: Sequence[torch.Tensor], how: str) -> None:
+        self.how, self.world_size = how, world_size
+        self.shapes = [tuple(value.shape) for value in values]
+        self.parts = [value.numel() for value in values]
+        self.begins = how == "ring" and any(self.parts)
 
-    def pack(self) -> None:
-        if len(self.values) == 1:
-            self.flat = self.values[0].clone(memory_format=torch.contiguous_format).view(-1)
-        else:
-            self.flat = torch.cat([value.reshape(-1) for value in self.values])
-        self.values = ()
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        if len(values) == 1:
+            return values[0].clone(memory_format=torch.contiguous_format).view(-1)
+        return torch.cat([value.reshape(-1) for value in values])
 
-    def begin(self) -> dist.Work:
-        return _begun(dist.all_reduce(self.flat, group=self.here.group, async_op=True))
+    def begin(self, sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+        return _begun(dist.all_reduce(sent, group=group, async_op=True)), sent
 
-    def move(self) -> None:
-        if not self.flat.numel():
-            return
-        if self.how == "ring":
-            dist.all_reduce(self.flat, group=self.here.group)
-            return
-        schedule = _reduce_schedule(self.how, self.flat.numel(), self.here.world_size, self.flat.itemsize)
-        perform(schedule, self.flat, self.here.group)
+    def move(self, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if self.begins:
+            dist.all_reduce(sent, group=group)
+        elif sent.numel():
+            perform(_reduce_schedule(self.how, sent.numel(), self.world_size, sent.itemsize), sent, group)
+        return sent
 
-    def unpack(self) -> list[torch.Tensor]:
-        parts = self.flat.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+    def unpack(self, came: torch.Tensor) -> list[torch.Tensor]:
+        return _shaped(came, self.parts, self.shapes)
 
 
 class Scatter(_InSteps):
     """``reduce_scatter``: partial sums of whole values -> this rank's pieces of the sums."""
 
-    def __init__(self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
-        self.here, self.how, self.values = here, how, values
-        self.layouts = [found for (found,) in layouts]
-        self.shapes = [
-            layout.local_shape(value.shape, here.rank) for value, layout in zip(values, self.layouts, strict=True)
-        ]
+    def __init__(self, rank: int, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str) -> None:
+        self.how = how
+        self.layouts = [layout for (layout,) in layouts]
+        of = list(zip(values, self.layouts, strict=True))
+        self.shapes = [layout.local_shape(value.shape, rank) for value, layout in of]
+        self.parts = [math.prod(shape) for shape in self.shapes]
+        self.each = [list(dealing.lengths(layout, value.shape)) for value, layout in of]
+        self.lengths = [sum(column) for column in zip(*self.each, strict=True)]
+        self.mine = _own(self.lengths, rank)
 
-    def pack(self) -> None:
-        each = [_lengths(layout, tuple(value.shape)) for value, layout in zip(self.values, self.layouts, strict=True)]
-        self.lengths = [sum(column) for column in zip(*each, strict=True)]
-        new = len(self.values) == 1  # several are copied once more
-        dealt = [dealing.dealt(value, layout, new=new) for value, layout in zip(self.values, self.layouts, strict=True)]
-        self.flat = dealt[0] if len(dealt) == 1 else _by_rank(dealt, each)
-        self.values = ()
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        new = len(values) == 1  # several are copied once more
+        dealt = [dealing.dealt(value, layout, new=new) for value, layout in zip(values, self.layouts, strict=True)]
+        return dealt[0] if len(dealt) == 1 else _by_rank(dealt, self.each)
 
-    def move(self) -> None:
-        here, lengths = self.here, self.lengths
-        start = sum(lengths[: here.rank])
+    def move(self, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         if self.how == "padded":
-            self.mine = exchange.scatter_padded(self.flat, lengths, here.group)
-        elif self.how == "all_to_all_sum":
-            self.mine = exchange.scatter_by_exchange(self.flat, lengths, here.group)
-        else:
-            perform(_scatter_schedule(self.how, tuple(lengths), self.flat.itemsize), self.flat, here.group)
-            self.mine = self.flat[start : start + lengths[here.rank]].clone()
-        if not _may_be_read_later(self.flat):
-            self.flat = self.mine
+            return exchange.scatter_padded(sent, self.lengths, group)
+        if self.how == "all_to_all_sum":
+            return exchange.scatter_by_exchange(sent, self.lengths, group)
+        perform(_scatter_schedule(self.how, tuple(self.lengths), sent.itemsize), sent, group)
+        return sent[self.mine].clone()
 
-    def unpack(self) -> list[torch.Tensor]:
-        parts = self.mine.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+    def unpack(self, came: torch.Tensor) -> list[torch.Tensor]:
+        return _shaped(came, self.parts, self.shapes)
 
 
 @dataclass(frozen=True)
@@ -202,103 +181,99 @@ class Indices:
 Routes = Mapping[tuple[Layout, Layout], Indices]
 
 
-class Swap:
-    """``all_to_all``: pieces under one layout -> pieces under another. Bytes, so any mixture of dtypes."""
+class _Swapped:
+    """One value of a ``Swap``. ``indices`` if its dim stays; ``outgoing`` and ``incoming``: bytes, by rank."""
 
-    sent: torch.Tensor | None = None  # kept until unpack
-
-    def __init__(
-        self, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str, routes: Routes
-    ) -> None:
-        self.here, self.how, self.values, self.layouts, self.routes = here, how, values, layouts, routes
-        self.begins = how == "direct"
-        self.shapes = [  # of values whose dim changes, with all that comes, as it is dealt by the source
-            target.local_shape(value.shape, here.rank) for value, (_, target) in zip(values, layouts, strict=True)
-        ]
-        self.nbytes = [self._arriving(i) for i in range(len(values))]
-        self.incoming = [sum(column) for column in zip(*self.nbytes, strict=True)]
-
-    def _arriving(self, i: int) -> list[int]:
-        """Bytes from each rank."""
-        value, (source, target) = self.values[i], self.layouts[i]
-        if source.dim != target.dim:
-            return [n * value.itemsize for n in _lengths(source, self.shapes[i])]
-        return _nbytes(value, source.dim, self.routes[source, target].arriving)
-
-    def _leaving(self, value: torch.Tensor, source: Layout, target: Layout) -> tuple[torch.Tensor, list[int]]:
-        """Flat, for one rank after the other, in bytes; and how many for each."""
-        if source.dim != target.dim:
-            nbytes = [n * value.itemsize for n in _lengths(target, tuple(value.shape))]
-            return exchange.as_bytes(dealing.dealt(value, target, new=len(self.values) == 1)), nbytes
-        leaving = self.routes[source, target].leaving
-        parts = [exchange.as_bytes(value.index_select(source.dim, where)) for where in leaving]
-        return torch.cat(parts), [part.numel() for part in parts]
-
-    def pack(self) -> None:
-        left = [self._leaving(value, *pair) for value, pair in zip(self.values, self.layouts, strict=True)]
-        self.outgoing = [sum(column) for column in zip(*(nbytes for _, nbytes in left), strict=True)]
-        if len(left) == 1:
-            self.flat = left[0][0]
+    def __init__(self, rank: int, value: torch.Tensor, layouts: Layouts, indices: Indices | None) -> None:
+        (self.source, self.target), self.indices, self.dtype = layouts, indices, value.dtype
+        self.shape = self.target.local_shape(value.shape, rank)  # if the dim changes, with all that comes
+        if indices is None:
+            leaving, arriving = dealing.lengths(self.target, value.shape), dealing.lengths(self.source, self.shape)
         else:
-            self.flat = _by_rank([flat for flat, _ in left], [nbytes for _, nbytes in left])
+            place = math.prod(s for d, s in enumerate(value.shape) if d != self.source.dim)
+            ends = (indices.leaving, indices.arriving)
+            leaving, arriving = (tuple(len(where) * place for where in end) for end in ends)
+        self.outgoing, self.incoming = ([n * value.itemsize for n in lengths] for lengths in (leaving, arriving))
 
-    def begin(self) -> dist.Work:
-        self.sent, self.flat = self.flat, self.flat.new_empty(sum(self.incoming))
-        group, lengths = self.here.group, (self.incoming, self.outgoing)
-        return _begun(dist.all_to_all_single(self.flat, self.sent, *lengths, group=group, async_op=True))
+    def leaving(self, value: torch.Tensor, *, new: bool) -> torch.Tensor:
+        """Flat, for one rank after the other, in bytes."""
+        if self.indices is None:
+            return exchange.as_bytes(dealing.dealt(value, self.target, new=new))
+        parts = [value.index_select(self.source.dim, where) for where in self.indices.leaving]
+        return torch.cat([exchange.as_bytes(part) for part in parts])
 
-    def move(self) -> None:
-        self.sent = self.flat
-        if self.how == "pairs":
-            self.flat = swap(self.sent, self.outgoing, self.incoming, self.here.group)
-        else:
-            self.flat = self.sent.new_empty(sum(self.incoming))
-            dist.all_to_all_single(self.flat, self.sent, self.incoming, self.outgoing, group=self.here.group)
-
-    def unpack(self) -> list[torch.Tensor]:
-        self.sent = None
-        if len(self.values) == 1:
-            arrived = [self.flat]
-        else:
-            arrived = [torch.cat(own) for own in _by_value(self.flat, self.nbytes)]
-        results = []
-        for i, (value, (source, target), raw) in enumerate(zip(self.values, self.layouts, arrived, strict=True)):
-            flat = exchange.from_bytes(raw, value.dtype, (-1,))
-            if source.dim != target.dim:
-                results.append(dealing.joined(flat, source, self.shapes[i]))
-                continue
-            arriving = self.routes[source, target].arriving
-            results.append(self._placed(flat, value, self.shapes[i], source.dim, arriving))
-        return results
-
-    @staticmethod
-    def _placed(
-        flat: torch.Tensor, value: torch.Tensor, shape: Sequence[int], dim: int, arriving: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        result = value.new_empty(shape)
-        pieces = flat.split([n // value.itemsize for n in _nbytes(value, dim, arriving)])
-        for where, piece in zip(arriving, pieces, strict=True):
-            result.index_copy_(dim, where, piece.view([len(where) if d == dim else s for d, s in enumerate(shape)]))
+    def arrived(self, raw: torch.Tensor) -> torch.Tensor:
+        flat = raw.view(self.dtype)
+        if self.indices is None:
+            return dealing.joined(flat, self.source, self.shape)
+        dim, result = self.source.dim, flat.new_empty(self.shape)
+        pieces = flat.split_with_sizes([n // flat.itemsize for n in self.incoming])
+        for where, piece in zip(self.indices.arriving, pieces, strict=True):
+            local = [len(where) if d == dim else s for d, s in enumerate(self.shape)]
+            result.index_copy_(dim, where, piece.view(local))
         return result
 
 
+class Swap:
+    """``all_to_all``: pieces under one layout -> pieces under another. Bytes, so any mixture of dtypes."""
+
+    def __init__(
+        self, rank: int, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str, routes: Routes
+    ) -> None:
+        self.how, self.begins = how, how == "direct"
+        self.each = [
+            _Swapped(rank, value, of, routes.get((of[0], of[1]))) for value, of in zip(values, layouts, strict=True)
+        ]
+        self.outgoing = [sum(column) for column in zip(*(one.outgoing for one in self.each), strict=True)]
+        self.incoming = [sum(column) for column in zip(*(one.incoming for one in self.each), strict=True)]
+        self.parts = [n for row in zip(*(one.incoming for one in self.each), strict=True) for n in row]  # as they come
+
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        left = [one.leaving(value, new=len(values) == 1) for one, value in zip(self.each, values, strict=True)]
+        return left[0] if len(left) == 1 else _by_rank(left, [one.outgoing for one in self.each])
+
+    def begin(self, sent: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+        came = sent.new_empty(sum(self.incoming))
+        lengths = (self.incoming, self.outgoing)
+        return _begun(dist.all_to_all_single(came, sent, *lengths, group=group, async_op=True)), came
+
+    def move(self, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if self.how == "pairs":
+            return swap(sent, self.outgoing, self.incoming, group)
+        came = sent.new_empty(sum(self.incoming))
+        dist.all_to_all_single(came, sent, self.incoming, self.outgoing, group=group)
+        return came
+
+    def unpack(self, came: torch.Tensor) -> list[torch.Tensor]:
+        if len(self.each) == 1:
+            return [self.each[0].arrived(came)]
+        own = _by_value(came, self.parts, len(self.each))
+        return [one.arrived(torch.cat(pieces)) for one, pieces in zip(self.each, own, strict=True)]
+
+
 def transfer(
-    kind: str, here: Here, values: Sequence[torch.Tensor], layouts: Sequence[Layouts], how: str, routes: Routes
+    kind: str,
+    rank: int,
+    world_size: int,
+    values: Sequence[torch.Tensor],
+    layouts: Sequence[Layouts],
+    how: str,
+    routes: Routes,
 ) -> Transfer:
-    """The transfer of a collective of that kind; ``slice`` is none."""
+    """The transfer of a collective of that kind, for all values that are like these; ``slice`` is none."""
     match kind:
         case "all_gather":
-            return Gather(here, values, layouts, how)
+            return Gather(rank, values, layouts, how)
         case "all_reduce":
-            return Reduce(here, values, how)
+            return Reduce(world_size, values, how)
         case "reduce_scatter":
-            return Scatter(here, values, layouts, how)
+            return Scatter(rank, values, layouts, how)
         case "all_to_all":
-            return Swap(here, values, layouts, how, routes)
+            return Swap(rank, values, layouts, how, routes)
     raise AssertionError(f"{kind} needs no wire")
 
 
-def _may_be_read_later(sent: torch.Tensor) -> bool:
+def may_be_read_later(sent: torch.Tensor) -> bool:
     """After ``move`` has returned: by a stream. On CPUs all is done then."""
     return sent.device.type != "cpu"
 
@@ -330,22 +305,28 @@ def _owners(layout: Layout, world_size: int) -> torch.Tensor:
     return owners
 
 
+def _own(lengths: Sequence[int], rank: int) -> slice:
+    """Where that rank's part is, of all ranks' one after another."""
+    return slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+
+
 def _by_rank(flats: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]]) -> torch.Tensor:
     """Of several values, each dealt to all ranks: what is one rank's together."""
-    parts = [flat.split(list(each)) for flat, each in zip(flats, lengths, strict=True)]
+    parts = [flat.split_with_sizes(each) for flat, each in zip(flats, lengths, strict=True)]
     return torch.cat([part for row in zip(*parts, strict=True) for part in row])
 
 
-def _by_value(flat: torch.Tensor, nbytes: Sequence[Sequence[int]]) -> list[tuple[torch.Tensor, ...]]:
-    """Of all ranks' pieces of several values, what is one rank's together, of so many bytes: those of each value."""
-    parts = flat.split([n // flat.itemsize for row in zip(*nbytes, strict=True) for n in row])
-    return [parts[i :: len(nbytes)] for i in range(len(nbytes))]
+def _by_value(came: torch.Tensor, parts: Sequence[int], values: int) -> list[tuple[torch.Tensor, ...]]:
+    """Of all ranks' pieces of several values, what is one rank's together: those of each value."""
+    pieces = came.split_with_sizes(parts)
+    return [pieces[i::values] for i in range(values)]
 
 
-def _nbytes(value: torch.Tensor, dim: int, places: Sequence[torch.Tensor]) -> list[int]:
-    """Of the value's places along the dim that go to, or come from, each rank."""
-    place = math.prod(s for d, s in enumerate(value.shape) if d != dim) * value.itemsize
-    return [len(where) * place for where in places]
+def _shaped(came: torch.Tensor, parts: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Of several values one after another: each in its shape."""
+    if len(shapes) == 1:
+        return [came.view(shapes[0])]
+    return [torch.reshape(part, shape) for part, shape in zip(came.split_with_sizes(parts), shapes, strict=True)]
 
 
 # The schedule of a collective is the same in every step: pure functions of a few numbers, remembered.
@@ -362,9 +343,6 @@ def _scatter_schedule(how: str, lengths: Sizes, itemsize: int) -> tuple[Message,
 @lru_cache(maxsize=1024)
 def _reduce_schedule(how: str, length: int, world_size: int, itemsize: int) -> tuple[Message, ...]:
     return reduce_messages(_way(how), length, world_size, itemsize)
-
-
-_lengths = lru_cache(maxsize=4096)(dealing.lengths)
 
 
 def _way(how: str) -> Way:

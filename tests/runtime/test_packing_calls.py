@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hap.codegen.layout import Layout
 from hap.plan import Collective
 from hap.runtime.dealing import FEW
-from hap.runtime.transfer import Here, Transfer, transfer
+from hap.runtime.transfer import Scatter, Swap, transfer
 from hap.search.score import PIECE_VIEWS, VALUE_CALLS, packing_calls
 
 COPIES = ("cat", "clone", "copy_", "index_copy_", "index_select")
@@ -44,16 +43,15 @@ def calls(kind: str, dim: int, ranks: int, values: int) -> Counter[str]:
     layout, other = (Layout(d, 1, 2, (1,) * ranks) for d in (dim, dim + 1))
     given = whole if kind in ("all_reduce", "reduce_scatter") else layout.local_shape(whole, 1)
     of = {"all_reduce": (), "all_to_all": (layout, other)}.get(kind, (layout,))
-    here = Here(cast(dist.ProcessGroup, None), 1, ranks)  # nothing is moved
     tensors = [torch.ones(given) for _ in range(values)]
+    made = transfer(kind, 1, ranks, tensors, [of] * values, KINDS[kind], {})
     with Calls() as mode:
-        made: Transfer = transfer(kind, here, tensors, [of] * values, KINDS[kind], {})
-        made.pack()
-        if kind == "reduce_scatter":
-            cast(Any, made).mine = torch.empty(8 * ranks**2 * values)
-        if kind == "all_to_all":
-            cast(Any, made).flat = torch.empty(sum(cast(Any, made).incoming), dtype=torch.uint8)
-        made.unpack()
+        came = made.pack(tensors)  # nothing is moved
+        if isinstance(made, Scatter):
+            came = torch.empty(8 * ranks**2 * values)
+        if isinstance(made, Swap):
+            came = torch.empty(sum(made.incoming), dtype=torch.uint8)
+        made.unpack(came)
     return mode.seen
 
 

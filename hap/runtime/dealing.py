@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
@@ -87,9 +88,11 @@ def joined_of(pieces: Sequence[torch.Tensor], layout: Layout, shape: Sequence[in
     return joined(torch.cat(list(pieces)), layout, shape)
 
 
-class _Joining(NamedTuple):
+@dataclass(frozen=True)
+class _Joining:
     """``shape``: of the whole value. ``few``: shapes of the pieces that ``torch.cat`` puts together, none unless they
-    are few and not in order. ``lengths``: of every piece."""
+    are few and not in order. ``lengths``: of every piece. (No named tuple: torch 2.11's ``torch.compile`` loses those
+    it made.)"""
 
     shape: tuple[int, ...]
     in_order: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import weakref
 
@@ -14,9 +15,10 @@ from hap.codegen.program import DECOMPOSITIONS
 from hap.errors import ProgramError
 from hap.plan import Collective
 from hap.routes import Way
-from hap.runtime import collectives
+from hap.runtime import collectives, p2p
 from hap.runtime.collectives import Communicator, Pending
 from hap.runtime.exchange import as_bytes
+from hap.runtime.schedule import scatter_messages
 from tests._support.ranks import RankError, run_ranks
 
 DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.complex64)
@@ -201,23 +203,47 @@ def test_on_cpus_partial_sums_are_dropped_once_they_are_summed() -> None:
 
 
 def two_alike_are_under_way(rank: int) -> None:
-    comm, rows, columns = Communicator(dist.group.WORLD), Layout(0, 1, 1, (3, 1)), Layout(1, 1, 1, (2, 2))
-    for kind, how in SENT:
+    comm, columns = Communicator(dist.group.WORLD), Layout(1, 1, 1, (2, 2))
+    for (kind, how), sizes in itertools.product(SENT, ((3, 1), (2, 2))):
+        rows = Layout(0, 1, 1, sizes)
         own = kind in ("all_gather", "all_to_all")
         layouts = {"all_reduce": (), "all_to_all": (rows, columns)}.get(kind, (rows,))
         wholes = [torch.arange(16.0).reshape(4, 4) + 100 * i for i in range(2)]
-        values = [[rows.take(whole, rank)] if own else [whole] for whole in wholes]
+        values = [[rows.take(whole, rank)] if own else [whole.clone()] for whole in wholes]
+        given = [value[0].clone() for value in values]
         pending = [comm.start(kind, value, [layouts], how) for value in values]
         found = [comm.wait(each)[0] for each in reversed(pending)]
         for whole, result in zip(reversed(wholes), found, strict=True):
             whole = columns.take(whole, rank) if kind == "all_to_all" else whole if own else 2 * whole
             expected = rows.take(whole, rank) if kind == "reduce_scatter" else whole
             assert torch.equal(result, expected), (kind, how)
+            result.fill_(-1)
+        assert all(torch.equal(value[0], as_it_was) for value, as_it_was in zip(values, given, strict=True)), (
+            kind,
+            how,
+        )
 
 
 def test_calls_of_the_same_values_shapes_do_not_mix() -> None:
-    """What is known of one call serves all that are like it, also at once."""
+    """What is known of one call serves all that are like it, also at once; and none writes to what it was given."""
     run_ranks(2, two_alike_are_under_way)
+
+
+def parts_are_summed(rank: int, way: str) -> None:
+    lengths, group = (5, 0, 4), dist.group.WORLD
+    assert group is not None
+    messages = scatter_messages(Way.parse(way), lengths, 8)
+    mine = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
+    for by_rounds in (False, True):
+        buffer = torch.arange(9.0, dtype=torch.float64) * (rank + 1)
+        p2p.perform(messages, buffer, group, by_rounds=by_rounds)
+        assert torch.equal(buffer[mine], torch.arange(9.0, dtype=torch.float64)[mine] * 6)
+
+
+@pytest.mark.parametrize("way", ["pairs", "ring[2,0,1]", "relay[1]", "two_level[0,1|2]"])
+def test_parts_are_summed_as_they_come_and_by_rounds(way: str) -> None:
+    """With an owner of nothing."""
+    run_ranks(3, parts_are_summed, way)
 
 
 def test_what_is_known_of_a_call_is_of_its_shapes_and_dtypes() -> None:

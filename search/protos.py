@@ -23,6 +23,7 @@ from ortools.math_opt.solvers import highs_pb2
 from hap.fabric import Array
 
 SEED = 20240601
+GOING_ROUND = 10  # steps of the simplex method for every row and variable: programs take less than one
 GLOP, HIGHS = parameters_pb2.SOLVER_TYPE_GLOP, parameters_pb2.SOLVER_TYPE_HIGHS
 DUAL, OFF = parameters_pb2.LP_ALGORITHM_DUAL_SIMPLEX, parameters_pb2.EMPHASIS_OFF
 
@@ -87,6 +88,7 @@ class KeptSolver:
         self.ended = ""  # in what state it was left last
         self.steps = 0  # of the simplex method, then
         self.proved = -np.inf  # what no point was below then
+        self._most = 1 + GOING_ROUND * (self.width + len(proto.linear_constraints.ids)) if kind == GLOP else None
         self._solver = solver.new(kind, proto, parameters_pb2.SolverInitializerProto())
 
     def minimise(self, cost: Array) -> None:
@@ -121,7 +123,8 @@ class KeptSolver:
         start: solution_pb2.BasisProto | None = None,
     ) -> Solution | None:
         """None where no feasible point was found. ``reduced``: with reduced costs, of a linear program; ``start``: the
-        basis to begin from."""
+        basis to begin from. Where many points cost the same, GLOP's steps may lead in a circle: then once more, with
+        costs that differ a little while it is under way."""
         wanted = model_parameters_pb2.ModelSolveParametersProto()
         wanted.variable_values_filter.skip_zero_values = True
         wanted.dual_values_filter.filter_by_ids = True  # nothing of them is read
@@ -131,12 +134,27 @@ class KeptSolver:
             wanted.reduced_costs_filter.filter_by_ids = True
         if start is not None:
             wanted.initial_basis.CopyFrom(start)
-        registration = callback_pb2.CallbackRegistrationProto()
-        result = self._solver.solve(parameters, wanted, None, registration, None, None)
+        result = self._ask(parameters, wanted)
+        if self._most is not None and result.solve_stats.simplex_iterations >= self._most:
+            again = parameters_pb2.SolveParametersProto()
+            again.CopyFrom(parameters)
+            again.lp_algorithm, again.glop.perturb_costs_in_dual_simplex = DUAL, True
+            result = self._ask(again, wanted)
         self.basis = next((s.basis for s in result.solutions if s.HasField("basis")), None)
         self.ended, self.proved = _reason(result), result.termination.objective_bounds.dual_bound
         self.steps = result.solve_stats.simplex_iterations
         return _solution(result, self.width)
+
+    def _ask(
+        self, parameters: parameters_pb2.SolveParametersProto, wanted: model_parameters_pb2.ModelSolveParametersProto
+    ) -> result_pb2.SolveResultProto:
+        if self._most is not None and not parameters.HasField("iteration_limit"):
+            limited = parameters_pb2.SolveParametersProto()
+            limited.CopyFrom(parameters)
+            limited.iteration_limit = self._most
+            parameters = limited
+        registration = callback_pb2.CallbackRegistrationProto()
+        return self._solver.solve(parameters, wanted, None, registration, None, None)
 
 
 def solve_once(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import planning_cases
 from benchmarks.zoo_models.case import class_loss, tokens
 from benchmarks.zoo_models.hap_paper import Shape, TextModel, top_two_gate
 from hap.capture import capture
@@ -24,7 +25,7 @@ from hap.cost_models.collective import candidates
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard, Sizes
 from hap.plan import Collective
 from hap.rules.choices import Choices, choices
-from hap.search import Pins, plan_graph
+from hap.search import Pins, plan_graph, protos
 from hap.search.as_run_bound import Streams, as_run_bound_s, may_be_folded
 from hap.search.bound import weighted_bound
 from hap.search.found import Found
@@ -209,3 +210,18 @@ def test_where_nothing_is_known_it_is_absent(monkeypatch: pytest.MonkeyPatch) ->
     large = plan_graph(model, on(FAST)).predicted
     for p in (alone, batches, large):
         assert p.overlapped_bound_s is None and p.gap_as_run is None
+
+
+def vit() -> Problem:
+    """A program whose costs many points have alike: GLOP's steps led in a circle from where the relaxation's end."""
+    where = planning_cases.cluster("mix-16")
+    pins = Pins(placements={"model.vit.embeddings.position_embeddings": "R"})
+    return state(choices(planning_cases.captured("vit", where.world_size)), where, pins)
+
+
+def test_steps_that_lead_in_a_circle_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = vit().facts
+    bound_s = as_run_bound_s(facts)
+    assert bound_s is not None and 0.4 < bound_s < 0.45
+    monkeypatch.setattr(protos, "GOING_ROUND", 0)
+    assert as_run_bound_s(facts) is None

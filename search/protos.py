@@ -139,6 +139,7 @@ class KeptSolver:
             again = parameters_pb2.SolveParametersProto()
             again.CopyFrom(parameters)
             again.lp_algorithm, again.glop.perturb_costs_in_dual_simplex = DUAL, True
+            again.glop.ClearField("objective_upper_limit")  # which is of costs as they are
             result = self._ask(again, wanted)
         self.basis = next((s.basis for s in result.solutions if s.HasField("basis")), None)
         self.ended, self.proved = _reason(result), result.termination.objective_bounds.dual_bound

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -24,34 +23,15 @@ import torch
 
 from benchmarks.common import Report, parse
 from benchmarks.planning_cases import USUAL, asked, captured, cluster, titled
-from benchmarks.planning_pins import PINS, pinned_s
+from benchmarks.planning_pins import PINS, Beside, beside
 from hap.graph import Graph
 from hap.rules.choices import choices
-from hap.search import plan_graph
 from hap.search.judge import TIE
 
 NAME = "planning_pins_large"
 QUICK = ("vgg19@mix-4",)
 PLACEMENTS = ("R", "S(0)", "S(1)")
 PROCESSES = 2
-
-
-@dataclass(frozen=True)
-class Row:
-    """Steps as run, in seconds: of the plan, and by pin of those that can be planned with it."""
-
-    case: str
-    run_s: float
-    pinned_s: dict[str, float]
-
-    @property
-    def shortest(self) -> str:
-        """The pin whose plan is."""
-        return min(self.pinned_s, key=self.pinned_s.__getitem__)
-
-    def behind(self, pin: str) -> float:
-        """How much longer the plan is than the one with a pin; below 0 if it is not."""
-        return self.run_s / self.pinned_s[pin] - 1
 
 
 def pins_of(graph: Graph) -> Iterator[tuple[str, Mapping[str, str]]]:
@@ -66,14 +46,12 @@ def pins_of(graph: Graph) -> Iterator[tuple[str, Mapping[str, str]]]:
             yield f"{kind}: {placement}", {kind: placement}
 
 
-def compared(case: str) -> Row:
+def compared(case: str) -> Beside:
     torch.set_num_threads(1)
     model, _, name = case.partition("@")
     on = cluster(name)
     graph = captured(model, on.world_size)
-    found = choices(graph)
-    plan = plan_graph(found, on)
-    return Row(case, plan.predicted.as_run_s, pinned_s(found, on, pins_of(graph), case))
+    return beside(choices(graph), on, dict(pins_of(graph)), case)
 
 
 def main() -> None:
@@ -82,24 +60,22 @@ def main() -> None:
     options = parse(NAME, "Published models with simple pins.", parser=parser, selects=("--only",))
     cases = asked(options.extra.only, parser) or (QUICK if options.quick else USUAL)
     report = Report(NAME, "Published models with simple pins beside the search's own plans", options)
-    rows = []
+    rows = dict[str, Beside]()
     with ProcessPoolExecutor(PROCESSES, mp_context=get_context("spawn")) as pool:
-        for row in pool.map(compared, cases):
-            rows.append(row)
-            print(f"{row.case}: {row.behind(row.shortest):+.2%} by {row.shortest}", flush=True)
-    by_all = [row.behind(pin) for row in rows for pin in row.pinned_s]
+        for case, row in zip(cases, pool.map(compared, cases), strict=True):
+            rows[case] = row
+            print(f"{case}: {row.worst:+.2%} by {row.shortest}", flush=True)
+    by_all = [row.behind(pin) for row in rows.values() for pin in row.pinned_s]
     report.figure("cases", len(rows))
     report.figure("plans with a pin", len(by_all))
     report.figure("a pin is shorter by over 1 %", sum(behind > TIE for behind in by_all))
-    report.figure("cases where a pin is", sum(row.behind(row.shortest) > TIE for row in rows))
+    report.figure("cases where a pin is", sum(row.worst > TIE for row in rows.values()))
     report.figure("worst", max(by_all))
     cells = []
-    for row in rows:
-        model, _, name = row.case.partition("@")
-        pin = row.shortest
-        cells.append(
-            (titled(model), name, f"{1e3 * row.run_s:.1f}", len(row.pinned_s), pin, f"{row.behind(pin):+.2%}")
-        )
+    for case, row in rows.items():
+        model, _, name = case.partition("@")
+        told = (f"{1e3 * row.run_s:.1f}", len(row.pinned_s), row.shortest, f"{row.worst:+.2%}")
+        cells.append((titled(model), name, *told))
     columns = ("model", "cluster", "as run ms", "pins", "shortest pin", "longer than with it")
     report.table("The plan beside the shortest of those with a pin", columns, cells)
     report.write(None)

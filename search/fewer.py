@@ -265,7 +265,7 @@ class Tried:
         if found is None or not found.fits:
             return False
         if not self.glances and self.is_raised and self.beside is not None and self.beside.is_apart:
-            self.beside.ask("begin", found.cost[1])
+            self.beside.ask("begin", self._aim(number, found))
         self.glances[number] = found
         look = search.look(found)
         if look is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hap.cost_models.sequence import ConversionCost
 from hap.search.as_run_bound import as_run_bound_s
 from hap.search.beside import Beside, Question
-from hap.search.cases import SHORT_OF, Cases
+from hap.search.cases import BOXES, SHORT_OF, Cases
 from hap.search.classes import Candidates
 from hap.search.found import Found
 from hap.search.masses import Masses
@@ -33,6 +33,7 @@ FAR = 0.7  # of the step: a bound that is less is not raised case by case: not t
 LOOSE = 0.88  # ... but by masses one that is less than this of it, ...
 CHEAPER = 0.02  # ... if other strategies are cheaper by so much of it, relaxed. Heuristics
 MANY = 3  # clusters: from so many on, masses are asked about in two processes
+BEGUN = 8  # boxes that are looked at while the next glances are made
 
 
 class Aim(NamedTuple):
@@ -83,13 +84,18 @@ class LeastBound:
         facts = self.searches[number].problem.facts
         return as_run_bound_s(facts) if facts.batches.count == 1 and facts.cluster.world_size > 1 else None
 
-    def begin(self, step_s: float) -> None:
-        """What bounds will be raised by first is made ready, if they are so far below this step that they still will
-        be below a shorter one."""
+    def begin(self, aim: Aim) -> None:
+        """What bounds will be raised by first, as far as what was seen first tells, is begun: masses are made ready if
+        they are so far below its step that they still will be below a shorter one; or a few cases are looked at."""
         counted = range(len(self.searches))[: self.kinds]
         least, known_s = self._least({n: self._known.get(n, self.searches[n].floor_s) for n in counted})
-        if known_s < FAR * step_s and _can_be_raised(self.searches[least]):
+        if known_s >= (1 - SHORT_OF) * aim.step_s or not _can_be_raised(self.searches[least]):
+            return
+        is_dear = least == aim.number and known_s < LOOSE * aim.step_s and self._is_dear(aim)
+        if known_s < FAR * aim.step_s or is_dear:
             self._masses.begin(self.searches[least].problem.facts)
+        else:
+            self._split_s(least, known_s, aim.step_s, most=BEGUN)
 
     def raised_s(self, aim: Aim) -> float:
         """Below all plans of the searches, raised as long as it is far below this plan's step."""
@@ -162,14 +168,14 @@ class LeastBound:
         """Whether all that masses prove is known."""
         return number in self._by_masses and self._by_masses[number] < self._enough[number]
 
-    def _split_s(self, number: int, known_s: float, step_s: float) -> float:
-        """By cases of the batch: those that were looked at for an earlier plan are gone on with."""
+    def _split_s(self, number: int, known_s: float, step_s: float, *, most: int = BOXES) -> float:
+        """By cases of the batch, at most so many: those that were looked at for an earlier plan are gone on with."""
         if known_s >= (1 - SHORT_OF) * step_s:
             return known_s
         if number not in self._by_cases:
             self._by_cases[number] = Cases.of(self.searches[number].problem.facts, known_s, alone=True)
         cases = self._by_cases[number]
-        return known_s if cases is None else max(known_s, cases.raised_s(step_s))
+        return known_s if cases is None else max(known_s, cases.raised_s(step_s, most=most))
 
     def proofs(self, aim: Aim, most: int) -> Iterator[float]:
         """Raised for this plan, then by all that masses prove, and then after each of at most so many boxes of the

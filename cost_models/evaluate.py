@@ -107,15 +107,38 @@ class Evaluation:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What the cost of strategies needs that no sizes change. ``groups``: those that some placement shards;
-    ``evaluations``: by their sizes, for whoever asks again."""
+    """What the cost of strategies needs that no sizes change. ``groups``: those that some placement shards; ``again``:
+    the calls that are repeated before a call, in the graph's order, and ``late``, in the plan's; ``evaluations``: by
+    their sizes, for whoever asks again."""
 
+    evaluator: Evaluator
     strategies: Mapping[str, Strategy]
     needs: Sequence[Need]
     groups: tuple[str, ...]
-    stages: Stages
-    walk: Walk
+    again: Mapping[str, Sequence[Node]]
+    late: Mapping[str, Sequence[Node]]
+    postponed: Postponed
     evaluations: dict[tuple[Sizes, ...], Evaluation] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def stages(self) -> Stages:
+        of = self.evaluator
+        measured = any(isinstance(d, MeasuredDevice) for d in of.cluster.devices)
+        return find_stages(of.graph, self.strategies, self.needs, of.calls, self.again, measured=measured)
+
+    @cached_property
+    def walk(self) -> Walk:
+        of = self.evaluator
+        steps = of.late_steps(self.postponed) if self.postponed else of.steps
+        return Walk(
+            of.graph,
+            self.strategies,
+            self.needs,
+            steps=steps,
+            strides=of.strides,
+            again=self.late,
+            batches=of.batches,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +175,7 @@ class Evaluator:
     def steps(self) -> Mapping[str, Step]:
         return find_steps(self.graph, self.strides)
 
-    def _late_steps(self, postponed: Postponed) -> Mapping[str, Step]:
+    def late_steps(self, postponed: Postponed) -> Mapping[str, Step]:
         """In the order with calls postponed."""
         key = tuple(postponed.items())
         if key not in self._late:
@@ -196,21 +219,28 @@ class Evaluator:
         postponed: Postponed = NONE,
     ) -> Prepared:
         """What does not depend on sizes, for those who ask about several. ``needs``, if known, go before ``regather``
-        and ``kept``."""
+        and ``kept``. What takes long of it is found when it is asked for first."""
         used = dict.fromkeys(group for s in strategies.values() for group in s.groups)
-        steps = self._late_steps(postponed) if postponed else self.steps
         again = repeats(self.graph, strategies, recomputed, self.parts)
         if needs is None:
             needs = find_needs(self.graph, strategies, regather=regather, kept=kept, again=again)
         late = again
         if recomputed and postponed:
             late = repeats(self.graph, strategies, recomputed, program_parts(self.graph, postponed))
-        walk = Walk(
-            self.graph, strategies, needs, steps=steps, strides=self.strides, again=late, batches=self.batches
-        )
-        measured = any(isinstance(d, MeasuredDevice) for d in self.cluster.devices)
-        stages = find_stages(self.graph, strategies, needs, self.calls, again, measured=measured)
-        return Prepared(strategies, needs, tuple(used), stages, walk)
+        return Prepared(self, strategies, needs, tuple(used), again, late, postponed)
+
+    def conversions(self, prepared: Prepared, sizes: GroupSizes) -> tuple[ConversionCost, ...]:
+        """Those of the evaluation at these sizes, without the rest of it."""
+        sizes = {group: sizes[group] for group in prepared.groups}
+        folded = self.folds.find(dict.fromkeys(sizes.values()))
+        if folded is None:
+            return self._priced(prepared, sizes, self.cluster, self.forms)
+        return self._priced(prepared, folded.take(sizes), folded, self._forms(folded))
+
+    def _priced(
+        self, prepared: Prepared, sizes: GroupSizes, cluster: Cluster, forms: Forms
+    ) -> tuple[ConversionCost, ...]:
+        return Pricer(self.graph, sizes, cluster, forms, self.batches).price(prepared.needs)
 
     def at_sizes(self, prepared: Prepared, sizes: GroupSizes) -> Evaluation:
         """Ranks that are alike and hold alike are asked about once."""
@@ -229,7 +259,7 @@ class Evaluator:
 
     def _evaluate(self, prepared: Prepared, sizes: GroupSizes, cluster: Cluster, forms: Forms) -> Evaluation:
         graph, strategies, model = self.graph, prepared.strategies, self.model
-        costs = Pricer(graph, sizes, cluster, forms, self.batches).price(prepared.needs)
+        costs = self._priced(prepared, sizes, cluster, forms)
         compute, stages, last = prepared.stages.seconds(sizes, cluster, costs, model)
         update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model) / self.batches.count
         communication = sum(c.seconds for c in costs if c.need.collective != "slice")

@@ -34,7 +34,7 @@ from hap.cost_models.work import is_view
 from hap.graph import CAST, Graph, Node, Value
 from hap.placement import PARTIAL, REPLICATE, GroupSizes, Partial, Placement, Shard
 from hap.plan import Strategy
-from hap.search.changed import changed, sizes_with
+from hap.search.changed import Change, sizes_with
 from hap.search.found import Found
 from hap.search.judge import TIE
 from hap.search.problem import Problem
@@ -61,9 +61,9 @@ def or_apart(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
             for strategies in ways(problem, start, node, TIE * overlapped_s):
                 search.progress.say("asking whether a weight's readers should be served apart")
                 search.progress.check()
-                tried = changed(problem, start, strategies)
-                if tried.fits and (tried_s := played_s(problem, tried)) < found_s:
-                    found, found_s = tried, tried_s
+                tried = Change.of(problem, start, strategies)
+                if (tried_s := played_s(problem, tried)) < found_s and tried.found.fits:
+                    found, found_s = tried.found, tried_s
     return (found, found_s) if found_s < overlapped_s * (1 - TIE) else (best, overlapped_s)
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter
 
 from hap.cost_models.evaluate import Evaluation
+from hap.cost_models.sequence import ConversionCost
 from hap.order import Postponed
 from hap.placement import GroupSizes
 from hap.plan import Recomputed, Strategy
@@ -43,6 +44,10 @@ class Found:
     def picks(self, candidates: Mapping[str, Sequence[Strategy]]) -> tuple[int, ...]:
         """Of every node, in their order, which of its candidates it has."""
         return tuple([options.index(self.strategies[name]) for name, options in candidates.items()])
+
+    @property
+    def conversions(self) -> tuple[ConversionCost, ...]:
+        return self.evaluation.conversions
 
     @property
     def repeated(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from hap.cost_models.work import is_view
 from hap.graph import Node, Value
 from hap.placement import REPLICATE, Placement, Shard
 from hap.plan import Strategy
-from hap.search.changed import changed
+from hap.search.changed import Change
 from hap.search.found import Found
 from hap.search.problem import Problem
 from hap.search.tempo import played_s
@@ -60,9 +60,9 @@ def _shorter(
         return found, found_s
     search.progress.say("asking where parameters should be gathered")
     search.progress.check()
-    tried = changed(search.problem, start, strategies)
-    tried_s = played_s(search.problem, tried) if tried.fits else found_s
-    return (tried, tried_s) if tried_s < found_s else (found, found_s)
+    tried = Change.of(search.problem, start, strategies)
+    is_shorter = (tried_s := played_s(search.problem, tried)) < found_s and tried.found.fits
+    return (tried.found, tried_s) if is_shorter else (found, found_s)
 
 
 def _kinds(problem: Problem, best: Found) -> list[list[Node]]:

@@ -32,7 +32,7 @@ from hap.cost_models.work import is_view
 from hap.graph import CAST, Graph, Node, Value
 from hap.placement import PARTIAL, REPLICATE, Placement, Shard
 from hap.plan import Strategy
-from hap.search.changed import changed, sizes_of, sizes_with
+from hap.search.changed import Change, sizes_of, sizes_with
 from hap.search.found import Found
 from hap.search.judge import TIE
 from hap.search.limits import SMALL
@@ -74,8 +74,8 @@ def or_mixed(search: Search, best: Found, overlapped_s: float | None) -> tuple[F
             part, most = pending.pop(), most - 1
             is_shorter, before_s = False, found_s
             for tried in mixture.turned({**parts, kind: part}):
-                if tried.fits and (tried_s := played_s(search.problem, tried)) < found_s:
-                    is_shorter, found, found_s = True, tried, tried_s
+                if (tried_s := played_s(search.problem, tried)) < found_s and tried.found.fits:
+                    is_shorter, found, found_s = True, tried.found, tried_s
             if is_shorter:
                 gained_by = kind if found_s < before_s * (1 - WORTH) else gained_by
                 parts[kind] = part
@@ -114,7 +114,7 @@ class _Mixture:
         )
         return cls(problem, best, tuple(filter(None, turned)), together)
 
-    def turned(self, parts: Mapping[int, float]) -> Iterator[Found]:
+    def turned(self, parts: Mapping[int, float]) -> Iterator[Change]:
         """The plan with these parts of its kinds the other way, every so many-th member of a kind: new shards even, and
         by what takes least to gather and to sum into, where that is another way."""
         strategies = dict[str, Strategy]()
@@ -122,10 +122,10 @@ class _Mixture:
             for i, other in enumerate(self.small if kind == TOGETHER else self.kinds[kind]):
                 if int((i + 1) * part) > int(i * part):
                     strategies.update(other)
-        yield (even := changed(self.problem, self.best, strategies))
+        yield (even := Change.of(self.problem, self.best, strategies))
         storing = storing_shares(self.problem)
         if storing is not None and sizes_with(self.problem, self.best, strategies, storing) != even.sizes:
-            yield changed(self.problem, self.best, strategies, storing)
+            yield Change.of(self.problem, self.best, strategies, storing)
 
 
 def _turned(problem: Problem, best: Found, node: Node) -> Mapping[str, Strategy] | None:

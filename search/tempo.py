@@ -6,8 +6,10 @@ rewritten once, and only scored anew at other sizes (``score``). Ranks that are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 from hap.codegen.accumulate import find_accumulation
 from hap.codegen.lowering import draft
@@ -15,10 +17,11 @@ from hap.codegen.passes.runner import Outcome, run_passes, standard_passes
 from hap.codegen.program import Program
 from hap.cost_models.evaluate import update_seconds
 from hap.cost_models.fold import Cluster, FoldedCluster
+from hap.cost_models.sequence import ConversionCost
 from hap.fabric import Array
+from hap.order import Postponed
 from hap.placement import GroupSizes, Sizes
-from hap.plan import GroupPlan
-from hap.search.found import Found
+from hap.plan import GroupPlan, Strategy
 from hap.search.problem import Problem, chosen
 from hap.search.score import Apart, Score, Times, Work, score_of
 
@@ -26,7 +29,28 @@ PLACING = "bucket"  # the first pass that places collectives
 KEPT = 16  # programs
 
 
-def played_s(problem: Problem, found: Found) -> float:
+class Playable(Protocol):
+    """What of a plan is played: of one that is judged (``Found``), or not yet (``changed.Change``)."""
+
+    @property
+    def strategies(self) -> Mapping[str, Strategy]: ...
+    @property
+    def sizes(self) -> GroupSizes: ...
+    @property
+    def groups(self) -> tuple[str, ...]: ...
+    @property
+    def regather(self) -> bool: ...
+    @property
+    def kept(self) -> frozenset[str]: ...
+    @property
+    def repeated(self) -> tuple[str, ...]: ...
+    @property
+    def postponed(self) -> Postponed: ...
+    @property
+    def conversions(self) -> tuple[ConversionCost, ...]: ...
+
+
+def played_s(problem: Problem, found: Playable) -> float:
     """The step in seconds of the plan's program as it is run: as ``played`` has it, to rounding, and quicker."""
     tempo = Tempo(problem, found)
     whole, apart = _scores(problem, found, tempo.sizes)
@@ -37,7 +61,7 @@ def played_s(problem: Problem, found: Found) -> float:
     return ((count - 1) * before_s + whole.step_s(tempo.times(whole, adding_s + tempo.update_s))) / count
 
 
-def played_wire_s(problem: Problem, found: Found) -> float:
+def played_wire_s(problem: Problem, found: Playable) -> float:
     """Seconds of the wire in that step, its collectives bundled: of many small ones far less than they take alone."""
     tempo = Tempo(problem, found)
     whole, apart = _scores(problem, found, tempo.sizes)
@@ -55,7 +79,7 @@ class Tempo:
     there are such (``cluster``, with the sizes ``here``)."""
 
     problem: Problem
-    found: Found
+    found: Playable
 
     @cached_property
     def sizes(self) -> dict[str, Sizes]:
@@ -80,7 +104,7 @@ class Tempo:
 
     @cached_property
     def _ways(self) -> dict[object, str]:
-        conversions = self.found.evaluation.conversions
+        conversions = self.found.conversions
         return {(c.need.value, c.need.target, c.need.phase): c.decomposition for c in conversions}
 
     def _way(self, work: Work) -> str:
@@ -93,7 +117,7 @@ class Tempo:
         return Times.of(score, [self._way(work) for work in score.works], self.cluster, self.here, ending_s)
 
 
-def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, Apart | None]:
+def _scores(problem: Problem, found: Playable, sizes: GroupSizes) -> tuple[Score, Apart | None]:
     """Of the plan's program, drafted at these sizes of the groups that it uses, and of what batches before a step's
     last run of it, if there are such; of the same strategies once."""
     key = program_key(found)
@@ -114,7 +138,7 @@ def _scores(problem: Problem, found: Found, sizes: GroupSizes) -> tuple[Score, A
     return problem.scores[key]
 
 
-def unplaced(problem: Problem, found: Found, sizes: GroupSizes) -> Program:
+def unplaced(problem: Problem, found: Playable, sizes: GroupSizes) -> Program:
     """The plan's program before the passes that place its collectives. Of the last few that were played it is the one
     that was made then, at whatever sizes: collectives may go other ways in it."""
     program = problem.unplaced.get(program_key(found))
@@ -125,12 +149,12 @@ def before_placing(outcome: Outcome) -> Program:
     return outcome.stages[outcome.names.index(PLACING)]
 
 
-def program_key(found: Found) -> object:
+def program_key(found: Playable) -> object:
     """What its program depends on, but for sizes."""
     return chosen(found.strategies), found.regather, found.kept, found.repeated, tuple(found.postponed.items())
 
 
-def _rewritten(problem: Problem, found: Found, sizes: GroupSizes) -> Outcome:
+def _rewritten(problem: Problem, found: Playable, sizes: GroupSizes) -> Outcome:
     outcome = run_passes(drafted(problem, found, sizes), standard_passes(), verify=False)
     problem.unplaced[program_key(found)] = before_placing(outcome)
     for old in list(problem.unplaced)[:-KEPT]:
@@ -138,10 +162,10 @@ def _rewritten(problem: Problem, found: Found, sizes: GroupSizes) -> Outcome:
     return outcome
 
 
-def drafted(problem: Problem, found: Found, sizes: GroupSizes) -> Program:
+def drafted(problem: Problem, found: Playable, sizes: GroupSizes) -> Program:
     """The plan's program before its passes, to be timed."""
     groups = {n: GroupPlan.model_construct(n=sum(s), label=n, sizes=s) for n, s in sizes.items()}
-    ways = [(c.need, c.decomposition) for c in found.evaluation.conversions]
+    ways = [(c.need, c.decomposition) for c in found.conversions]
     graph, ranks = problem.choices.graph, problem.world_size
     program = draft(graph, groups, ranks, found.strategies, ways, problem.drafted, found.postponed)
     return replace(program, recomputed=found.repeated)

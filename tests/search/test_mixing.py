@@ -119,7 +119,7 @@ def test_pinned_parameters_are_left() -> None:
 def test_ranks_that_are_left_out_keep_nothing() -> None:
     _, best, _ = planned("all whole")
     mixture = _Mixture.of(planned("freely")[0].problem, replace(best, left_out=(2,)))
-    found = next(mixture.turned({0: 1.0}))
+    found = next(mixture.turned({0: 1.0})).found
     new = set(used_groups(found.strategies.values())) - set(used_groups(best.strategies.values()))
     assert new and all(found.sizes[group][2] == 0 < found.sizes[group][0] for group in new)
 
@@ -167,7 +167,7 @@ def mixed_plan(
         assert best.repeated
     mixture = _Mixture.of(problem, best)
     assert mixture.kinds
-    mixed = next(mixture.turned(dict.fromkeys(range(len(mixture.kinds)), part)))
+    mixed = next(mixture.turned(dict.fromkeys(range(len(mixture.kinds)), part))).found
     plan = plan_of(found, devices, mixed)
     return plan, weights(best, found.graph), weights(mixed, found.graph)
 

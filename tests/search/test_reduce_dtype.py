@@ -156,7 +156,7 @@ def test_parameters_are_turned_though_casts_follow() -> None:
     problem = Problem.state(found, mixed.SLOW, "adamw", Pins())
     best = Search(Problem.state(found, mixed.SLOW, "adamw", mixed.WHOLE), LIMITS["quick"]).run()
     mixture = _Mixture.of(problem, best)
-    turned = next(mixture.turned({0: 1.0}))
+    turned = next(mixture.turned({0: 1.0})).found
     assert any(mixed.weights(turned, found.graph)) and not any(mixed.weights(best, found.graph))
     for which in (best, turned):
         graph, plan = found.graph, plan_of(found, mixed.SLOW, which)

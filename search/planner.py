@@ -46,6 +46,7 @@ from hap.search.recompute import if_kept, or_repeating, run_or_repeat, thinned
 from hap.search.refine import deal_out_inputs, polish, reshare, without_barriers
 from hap.search.relaxation import lower_bound
 from hap.search.runners_up import or_runner_up
+from hap.search.sliding import or_slid
 from hap.search.starts import Start, find_starts, is_hopeless
 from hap.search.strategies import BEHIND, Chooser
 from hap.search.subsets import Advice
@@ -172,7 +173,7 @@ def _plan_whole(tried: Tried, number: int) -> None:
             best, overlapped_s = onward(search.chooser, *finest(search.chooser, best, search.met))
         tried.planned[number] = Planned(search, best, overlapped_s)
     tried.foresee(number, best)
-    for move in (or_repeating, or_onward, or_mixed, or_gathered, or_keeping, or_apart, or_postponed):
+    for move in (or_repeating, or_onward, or_mixed, or_gathered, or_keeping, or_apart, or_slid, or_postponed):
         search.met.append(best)  # by the clock with nothing overlapped it may be shorter than what takes its place
         best, overlapped_s = move(search, best, overlapped_s)
         tried.planned[number] = Planned(search, best, overlapped_s)

@@ -10,9 +10,9 @@ and what stands elsewhere is in another bundle, or lets other calls be postponed
     later      in the program's order: where an argument is converted for one call alone, that takes it as it lies, and
                the result is converted, if that is wanted one way
 
-A conversion slides past a call as the same kind of collective, of as many bytes. Conversions of parameters, and of views
-of them, stay: ``gathers`` asks about these. The shortest is taken, and where that is as good, all are sooner: what makes
-no difference should not depend on how the plan was found.
+A conversion slides past a call as the same kind of collective, of as many bytes. Conversions of parameters, and of
+views of them, stay: ``gathers`` asks about these. The shortest is taken, and where that is as good, all are sooner:
+what makes no difference should not depend on how the plan was found.
 """
 
 from __future__ import annotations

@@ -231,24 +231,49 @@ class Evaluator:
 
     def conversions(self, prepared: Prepared, sizes: GroupSizes) -> tuple[ConversionCost, ...]:
         """Those of the evaluation at these sizes, without the rest of it."""
+        here, cluster, forms, _ = self._folded_at(prepared, sizes)
+        return self._priced(prepared, here, cluster, forms)
+
+    def fits(self, prepared: Prepared, sizes: GroupSizes) -> bool:
+        """As the evaluation at these sizes has it, without the rest of it."""
+        here, cluster, forms, _ = self._folded_at(prepared, sizes)
+        peaks = self._memory(prepared, here, cluster, self._priced(prepared, here, cluster, forms)).peak_bytes
+        return all(peak <= usable_bytes(d.memory_bytes) for peak, d in zip(peaks, cluster.devices, strict=True))
+
+    def _folded_at(
+        self, prepared: Prepared, sizes: GroupSizes
+    ) -> tuple[GroupSizes, Cluster, Forms, FoldedCluster | None]:
+        """Sizes, ranks and their collectives, where ranks that are alike and hold alike are one; and these, if any."""
         sizes = {group: sizes[group] for group in prepared.groups}
         folded = self.folds.find(dict.fromkeys(sizes.values()))
         if folded is None:
-            return self._priced(prepared, sizes, self.cluster, self.forms)
-        return self._priced(prepared, folded.take(sizes), folded, self._forms(folded))
+            return sizes, self.cluster, self.forms, None
+        return folded.take(sizes), folded, self._forms(folded), folded
 
     def _priced(
         self, prepared: Prepared, sizes: GroupSizes, cluster: Cluster, forms: Forms
     ) -> tuple[ConversionCost, ...]:
         return Pricer(self.graph, sizes, cluster, forms, self.batches).price(prepared.needs)
 
+    def _memory(
+        self, prepared: Prepared, sizes: GroupSizes, cluster: Cluster, costs: Sequence[ConversionCost]
+    ) -> MemoryUse:
+        return prepared.walk.use(
+            sizes,
+            cluster.world_size,
+            self.optimizer,
+            ranks=cluster.fabric.world_size,
+            decompositions=[c.decomposition for c in costs],
+            backend=cluster.backend,
+            devices=cluster.devices,
+        )
+
     def at_sizes(self, prepared: Prepared, sizes: GroupSizes) -> Evaluation:
         """Ranks that are alike and hold alike are asked about once."""
-        sizes = {group: sizes[group] for group in prepared.groups}
-        folded = self.folds.find(dict.fromkeys(sizes.values()))
+        here, cluster, forms, folded = self._folded_at(prepared, sizes)
+        found = self._evaluate(prepared, here, cluster, forms)
         if folded is None:
-            return self._evaluate(prepared, sizes, self.cluster, self.forms)
-        found = self._evaluate(prepared, folded.take(sizes), folded, self._forms(folded))
+            return found
         return replace(
             found,
             compute_s=folded.spread(found.compute_s),
@@ -264,7 +289,6 @@ class Evaluator:
         update = update_seconds(graph, strategies, sizes, cluster, self.optimizer, model) / self.batches.count
         communication = sum(c.seconds for c in costs if c.need.collective != "slice")
         ending = float((last + update).max())
-        ways = [c.decomposition for c in costs]
         return Evaluation(
             step_s=stages + communication + ending,
             compute_s=tuple(float(s) for s in compute + update),
@@ -272,15 +296,7 @@ class Evaluator:
             communication_s=communication,
             update_s=ending - float(last.max()),
             conversions=costs,
-            memory=prepared.walk.use(
-                sizes,
-                cluster.world_size,
-                self.optimizer,
-                ranks=cluster.fabric.world_size,
-                decompositions=ways,
-                backend=cluster.backend,
-                devices=cluster.devices,
-            ),
+            memory=self._memory(prepared, sizes, cluster, costs),
             usable_bytes=tuple(usable_bytes(d.memory_bytes) for d in cluster.devices),
             devices=tuple(d.name for d in cluster.devices),
         )

@@ -41,6 +41,7 @@ from hap.codegen.program import Call, Convert, Instruction, Program
 from hap.graph import Graph
 from hap.hosts_sum import HOSTS_SUM
 from hap.order import Postponed
+from hap.search.changed import Change
 from hap.search.found import Found
 from hap.search.score import score_of
 from hap.search.tempo import Tempo, played_s, played_wire_s, unplaced
@@ -76,16 +77,8 @@ def or_postponed(search: Search, best: Found, overlapped_s: float | None) -> tup
         if tried_s < overlapped_s * (1 - WORTH):
             shorter.append((tried_s, tried))
     for tried_s, tried in sorted(shorter, key=lambda one: one[0]):
-        evaluation = problem.facts.evaluator.evaluate(
-            best.strategies,
-            best.sizes,
-            regather=best.regather,
-            kept=best.kept,
-            recomputed=best.repeated,
-            postponed=tried.postponed,
-        )
-        if (fitting := replace(tried, evaluation=evaluation)).fits:
-            return fitting, tried_s
+        if (found := Change.of(problem, tried, {}).found).fits:
+            return found, tried_s
     return best, overlapped_s
 
 

@@ -22,7 +22,7 @@ from hap.cost_models.memory import usable_bytes
 from hap.errors import InfeasibleError
 from hap.plan import Recomputed
 from hap.search.blocks import LEVELS, Block, What, find_blocks
-from hap.search.found import Found, best_of, overflow_bytes
+from hap.search.found import Found, best_of
 from hap.search.infeasible import state_bytes, updated_bytes
 from hap.search.judge import TIE, first_look, inputs_dealt_out
 from hap.search.problem import Problem
@@ -144,17 +144,20 @@ def thinned(problem: Problem, found: Found) -> Found:
     """The same strategies and sizes with the fewest steps that fit; ``found`` itself fits with all of them."""
     assert found.fits
     blocks, evaluator = blocks_of(problem), problem.facts.evaluator
-    too_few, enough, best = -1, len(steps_of(blocks)), found
+    too_few, enough, best = -1, len(steps_of(blocks)), None
     while enough - too_few > 1:
         count = (too_few + enough) // 2
         recomputed = after_steps(blocks, count)
         names = [name for r in recomputed for name in r.calls]
-        evaluation = evaluator.evaluate(found.strategies, found.sizes, regather=found.regather, recomputed=names)
-        if overflow_bytes(evaluation) == 0:
-            enough, best = count, replace(found, evaluation=evaluation, recomputed=recomputed)
+        prepared = evaluator.prepare(found.strategies, regather=found.regather, recomputed=names)
+        if evaluator.fits(prepared, found.sizes):
+            enough, best = count, (prepared, recomputed)
         else:
             too_few = count
-    return best
+    if best is None:
+        return found
+    prepared, recomputed = best
+    return replace(found, evaluation=evaluator.at_sizes(prepared, found.sizes), recomputed=recomputed)
 
 
 def _repeating(search: Search) -> Search | None:

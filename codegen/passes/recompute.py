@@ -58,6 +58,8 @@ class _Backward:
             self._repeat(instruction.inputs)
             if isinstance(instruction, Convert):
                 self._convert(instruction)
+            elif self.own.issuperset(instruction.inputs):
+                self.part.append(instruction)
             else:
                 names = {name: self._read(name) for name in instruction.inputs}
                 same = all(name == read for name, read in names.items())
@@ -69,6 +71,8 @@ class _Backward:
 
     def _repeat(self, wanted: tuple[str, ...]) -> None:
         """Make again, in their order, the calls that ``wanted`` need and that were not made again so far."""
+        if self.origin.keys().isdisjoint(wanted):
+            return
         waiting, calls = list(wanted), dict[int, Call]()
         while waiting:
             name = waiting.pop()

@@ -106,6 +106,11 @@ class Tried:
         return self.is_nested and not self.is_quick
 
     @property
+    def is_large(self) -> bool:
+        """Whether a second process is worth it, for bounds."""
+        return len(self.searches[0].problem.choices.graph.nodes) >= FEWEST_NODES
+
+    @property
     def is_nested(self) -> bool:
         return len(self.searches) > 1
 
@@ -131,10 +136,10 @@ class Tried:
     def prove_beside(self) -> None:
         """From now on bounds are proved in a second process, where that is worth it."""
         nodes = len(self.searches[0].problem.choices.graph.nodes)
-        if FEWEST_NODES <= nodes <= MOST_NODES and self.kinds >= MANY and self.is_raised:
+        if self.is_large and nodes <= MOST_NODES and self.kinds >= MANY and self.is_raised:
             self.second = Beside(LeastBound(self.searches, self.kinds), apart=True)
         self.least_bound = Helper(self.searches, self.kinds, self.second)
-        self.beside = Beside(self.least_bound, apart=nodes >= FEWEST_NODES, check=self.searches[0].progress.check)
+        self.beside = Beside(self.least_bound, apart=self.is_large, check=self.searches[0].progress.check)
         for number in (*range(1, self.kinds), 0):  # what is asked first in plan_nested is asked first here
             self._asked[number] = self.beside.ask("bound_s", number)
             self.searches[number].asked = partial(self.beside.answer, self._asked[number])
@@ -264,8 +269,8 @@ class Tried:
         found = search.glance()
         if found is None or not found.fits:
             return False
-        if not self.glances and self.is_raised and self.beside is not None and self.beside.is_apart:
-            self.beside.ask("begin", self._aim(number, found))
+        if not self.glances and self.is_raised and self.beside is not None and self.is_large:
+            self.beside.ask("begin", self._aim(number, found))  # which bounds depend on, wherever that is done
         self.glances[number] = found
         look = search.look(found)
         if look is not None:

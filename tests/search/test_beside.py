@@ -14,7 +14,7 @@ import pytest
 from hap.cluster import ClusterSpec
 from hap.errors import PlanError
 from hap.search import beside, fewer, plan_graph
-from hap.search.beside import Beside
+from hap.search.beside import Beside, Question
 from hap.search.fewer import Tried
 from hap.search.limits import Effort
 from tests.search.models import gpt2
@@ -235,10 +235,20 @@ def test_the_plan_is_the_same_with_and_without_it(devices: ClusterSpec, monkeypa
         assert self.beside is not None
         apart.append(self.beside.is_apart)
 
+    asked: list[str] = []
+    ask = Beside.ask
+
+    def listening(self: Beside, method: str, *arguments: object) -> Question:
+        asked.append(method)
+        return ask(self, method, *arguments)
+
     monkeypatch.setattr(Tried, "prove_beside", watched)
+    monkeypatch.setattr(Beside, "ask", listening)
     ways: tuple[tuple[Effort, bool], ...] = (("normal", True), ("quick", True), ("quick", False))
     plans = [plan_graph(found, devices, effort=effort, leave_out=leave_out) for effort, leave_out in ways]
     monkeypatch.setattr(beside, "can_fork", lambda: False)
+    first, asked = asked, []
     again = [plan_graph(found, devices, effort=effort, leave_out=leave_out) for effort, leave_out in ways]
     assert apart == [True] * 3 + [False] * 3
+    assert first.count("begin") == asked.count("begin") == 1, "bounds depend on what was begun"
     assert [plan.to_json() for plan in plans] == [plan.to_json() for plan in again]

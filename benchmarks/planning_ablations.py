@@ -14,7 +14,8 @@ are served together (``search/apart.py`` left out), plans that leave out all dev
 collectives go in the order in which what they carry is made (nothing is urgent for ``codegen/passes``), and plans whose
 calls run in the order of the backward pass (``search/postponing.py`` left out), and plans whose parameters are gathered
 where the program of strategies has it (``search/gathers.py`` left out), or whose other values are converted there
-(``search/sliding.py``), and plans for all devices, where slow devices may be left out. Beside it A* against the MILP:
+(``search/sliding.py``), and plans whose shards are stored in the shares that were found with nothing overlapped
+(``search/storing.py``), and plans for all devices, where slow devices may be left out. Beside it A* against the MILP:
 the same strategies' prices at fixed shares, both solved.
 
     python benchmarks/planning_ablations.py [--cases gpt2@mix-4,vgg19@mix-16] [--astar gpt2@mix-4]
@@ -83,6 +84,7 @@ UNMOVED = {  # what is left out: what is changed, and to what
     "whole kinds left out": ("hap.search.fewer.fewer_hosts", lambda *of: list(slowest_kinds(*of))),
     "nothing postponed": ("hap.search.planner.or_postponed", lambda _, best, overlapped_s: (best, overlapped_s)),
     "gathers where found": ("hap.search.gathers._shorter", lambda _, start, found, seconds, *how: (found, seconds)),
+    "stored as found": ("hap.search.planner.or_stored", lambda _, best, overlapped_s: (best, overlapped_s)),
     "conversions where found": ("hap.search.planner.or_slid", lambda _, best, overlapped_s: (best, overlapped_s)),
     "nothing urgent": ("hap.codegen.passes.windows.Window", lambda *fields: replace(Window(*fields), is_urgent=False)),
 }

@@ -48,6 +48,7 @@ from hap.search.relaxation import lower_bound
 from hap.search.runners_up import or_runner_up
 from hap.search.sliding import or_slid
 from hap.search.starts import Start, find_starts, is_hopeless
+from hap.search.storing import or_stored
 from hap.search.strategies import BEHIND, Chooser
 from hap.search.subsets import Advice
 from hap.search.synthesis import Synthesiser
@@ -183,9 +184,10 @@ def _plan_whole(tried: Tried, number: int) -> None:
         tried.planned[number] = Planned(search, best, overlapped_s)
         if best is before:
             break  # the order of these was asked of before
-    search.met.append(best)
-    best, overlapped_s = or_runner_up(search, best, overlapped_s)
-    tried.planned[number] = Planned(search, best, overlapped_s)
+    for move in (or_runner_up, or_stored):
+        search.met.append(best)
+        best, overlapped_s = move(search, best, overlapped_s)
+        tried.planned[number] = Planned(search, best, overlapped_s)
 
 
 @dataclass

@@ -19,8 +19,9 @@ are nowhere smaller than another's is dominated and dropped (``_Frontier``). A s
 the least that the other nodes hold) is dropped too. So the first finished state that comes out of the queue is optimal.
 
 Ties go to the deeper state, then to the one found first; nothing else decides, so a result is the same every time. A
-first dive, along the options that the relaxation takes, and where memory binds a beam give the upper bound that later
-states must beat, and what is found where there are too many of them.
+first dive, along the options that the relaxation takes, gives the upper bound that later states must beat, and what is
+found where there are too many of them. Where memory binds, a beam does, if the dive ends before the end; and where
+there are too many states it may find something better.
 """
 
 from __future__ import annotations
@@ -265,15 +266,21 @@ class Astar:
         best is proved within ``gap``."""
         begin = self.start()
         bound = first = self.estimate(begin)
-        best, seconds = min((self._dive(begin), self._beam(begin)), key=lambda found: found[1])
+        best, seconds = self._dive(begin)
+        if best is None:
+            best, seconds = self._beam(begin)
         if seconds >= below_s:
             best, seconds = None, below_s
+        last = self.expanded + states
         queue: list[tuple[float, int, int, State, Vector]] = [(first, 0, 0, begin, ())]
         frontier, count = _Frontier(), 0
         while queue:
             f, _, _, state, vector = heapq.heappop(queue)
             bound = min(f, seconds)
-            if f >= seconds * (1 - gap) or self.expanded >= states:
+            if f >= seconds * (1 - gap):
+                break
+            if self.expanded >= last:
+                best, seconds = min(((best, seconds), self._beam(begin)), key=lambda found: found[1])
                 break
             if state.depth and not frontier.has(self.key(state), vector):
                 continue
@@ -295,7 +302,7 @@ class Astar:
 
     def _beam(self, state: State) -> tuple[State | None, float]:
         """The best of those that are left where of every depth the ``BEAM`` states with the least estimates go on;
-        where memory binds, as it is there that a dive ends before the end."""
+        where memory binds, as it is there that a dive ends before the end, or far from the best."""
         states = [state] if self.binding else []
         for _ in range(self.size):
             frontier, children = _Frontier(), list[tuple[float, int, State]]()

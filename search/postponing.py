@@ -101,6 +101,7 @@ class _Backward:
     program: Program
     compute_s: Sequence[float]
     wire_s: Sequence[float]
+    _orders: dict[object, Postponed] = field(default_factory=dict)  # by what is postponed, and how
 
     @classmethod
     def of(cls, search: Search, best: Found) -> _Backward:
@@ -179,17 +180,23 @@ class _Backward:
     def postponed(self, part: float, *, ahead: bool, over: bool = False) -> Postponed:
         """With those units postponed whose wire is at most this part of their compute; ``ahead``: some go ahead of the
         chain; ``over``: some take longer than what is waited for."""
-        late = [unit for unit in self.units if unit.wire_s <= part * unit.compute_s]
-        return _Order(self, {m: unit for unit in late for m in unit.members}, ahead, over).run()
+        late = tuple(unit for unit in self.units if unit.wire_s <= part * unit.compute_s)
+        key = tuple(unit.members[0] for unit in late), ahead, over
+        if key not in self._orders:
+            self._orders[key] = _Order(self, {m: unit for unit in late for m in unit.members}, ahead, over).run()
+        return self._orders[key]
 
-    def nodes(self, at: int) -> tuple[str, ...]:
-        """The node of a call of the backward pass; none of a conversion, or of a call of the forward pass."""
-        instruction = self.part[at]
-        if not isinstance(instruction, Call):
-            return ()
-        name = next(name for name in instruction.outputs if name is not None)
-        node = self.graph.by_name[self.program.held[name].value.node]
-        return (node.name,) if node.phase == "backward" else ()
+    @cached_property
+    def nodes(self) -> list[tuple[str, ...]]:
+        """Of every instruction the node of a call of the backward pass; none of a conversion, or of a call of the
+        forward pass."""
+        found: list[tuple[str, ...]] = []
+        for instruction in self.part:
+            name = next((name for name in instruction.outputs if name is not None), None)
+            node = None if name is None else self.graph.by_name[self.program.held[name].value.node]
+            is_such = isinstance(instruction, Call) and node is not None and node.phase == "backward"
+            found.append((node.name,) if is_such and node is not None else ())
+        return found
 
 
 @dataclass(eq=False)
@@ -284,7 +291,7 @@ class _Order:
     def _next_call(self, at: int) -> str:
         """The first call from there on that runs where it always does."""
         others = (i for i in range(at, len(self.backward.part)) if i not in self.unit_of and i not in self.done)
-        return next((n for i in others for n in self.backward.nodes(i)), "")
+        return next((n for i in others for n in self.backward.nodes[i]), "")
 
     def _until_send(self) -> list[float]:
         """Seconds from each instruction to the next one that sends, without postponed ones."""
@@ -304,7 +311,7 @@ class _Order:
             if backward.leads[at]:  # and is waited for
                 self._fill(self.wire_s, at)
                 self.clock_s = max(self.clock_s, self.wire_s)
-        self.calls += len(backward.nodes(at))
+        self.calls += len(backward.nodes[at])
         self.done.add(at)
 
     def _fill(self, until_s: float, at: int) -> None:
@@ -324,7 +331,7 @@ class _Order:
                 self._postpone(self.unit_of[need], at)
         if self.waiting.pop(unit, self.calls) < self.calls:
             until = self._next_call(at)
-            names = [n for member in unit.members for n in backward.nodes(member)]
+            names = [n for member in unit.members for n in backward.nodes[member]]
             self.moved[until] = (*self.moved.get(until, ()), *names)
         self.done.update(unit.members)
         self.clock_s += unit.compute_s

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.planning_astar import CLOCKS, SOLVER_S, TOLERANCE, compare, random_case, same
 from hap.search import astar, milp, plan_graph
-from hap.search.astar import synthesise
+from hap.search.astar import Astar, synthesise
 from hap.search.classes import find_classes
 from hap.search.milp import make_skeleton
 from hap.search.payers import NodePayer
@@ -72,6 +72,18 @@ def test_memory_that_binds_is_obeyed_and_costs_time():
             milp.choose(tight.tables.skeleton, tight, barriers=True, below_s=below_s),
         )
         assert [one is None for one in chosen] == [none, none]
+
+
+def test_no_beam_is_made_where_a_dive_ends_and_the_best_is_proved(monkeypatch):
+    """Memory binds, though the cheapest fits."""
+    free = priced(mlp(64, 512), FASTER_AND_SLOWER, merged=False)
+    loose = astar.choose(free, barriers=True)
+    held = free.coefficients().held_bytes.max(axis=0).sum()
+    monkeypatch.setattr(Astar, "_beam", lambda *_: pytest.fail("a beam"))
+    tight = priced(mlp(64, 512), FASTER_AND_SLOWER, merged=False, capacity=0.5 * held)
+    bill, itemised = bill_prices(tight)
+    assert background_theory(bill, itemised.coefficients()).capacity_bytes
+    assert astar.choose(tight, barriers=True).objective_s == pytest.approx(loose.objective_s, rel=1e-9)
 
 
 def test_the_same_program_every_time():

@@ -77,13 +77,13 @@ def test_memory_that_binds_is_obeyed_and_costs_time():
 def test_no_beam_is_made_where_a_dive_ends_and_the_best_is_proved(monkeypatch):
     """Memory binds, though the cheapest fits."""
     free = priced(mlp(64, 512), FASTER_AND_SLOWER, merged=False)
-    loose = astar.choose(free, barriers=True)
-    held = free.coefficients().held_bytes.max(axis=0).sum()
+    loose = milp.choose(free.tables.skeleton, free, barriers=True)
+    held = loose.fullness * free.capacity_bytes[0]
     monkeypatch.setattr(Astar, "_beam", lambda *_: pytest.fail("a beam"))
-    tight = priced(mlp(64, 512), FASTER_AND_SLOWER, merged=False, capacity=0.5 * held)
+    tight = priced(mlp(64, 512), FASTER_AND_SLOWER, merged=False, capacity=1.02 * held)
     bill, itemised = bill_prices(tight)
     assert background_theory(bill, itemised.coefficients()).capacity_bytes
-    assert astar.choose(tight, barriers=True).objective_s == pytest.approx(loose.objective_s, rel=1e-9)
+    assert astar.choose(tight, barriers=True).objective_s == pytest.approx(loose.objective_s, rel=1e-5)
 
 
 def test_the_same_program_every_time():
